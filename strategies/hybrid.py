@@ -1,0 +1,35 @@
+"""HybridStrategy: any mix of data and tensor parallelism on one mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tfpar.global_view import GlobalViewStrategy
+from tfpar.mesh import Mesh
+from tfpar.placement import Layouts, Placement
+
+
+class HybridStrategy(GlobalViewStrategy):
+    """Trains an unmodified Keras model on a mesh of devices, with the numbers of one device.
+
+    Args:
+        mesh: `"data=2,model=2"`, a dict of axis sizes, or a `tfpar.Mesh`.
+        layouts: a `tfpar.LayoutMap` (or the dict for one) that says which axis splits which dim of which variable, or a
+            function of the complete model that returns one. None: every variable is replicated.
+
+    Example:
+
+    >>> strategy = tfpar.HybridStrategy(
+    ...     mesh="data=2,model=2",
+    ...     layouts=tfpar.LayoutMap({r"up/kernel": (None, "model"), r"down/kernel": ("model", None)}),
+    ... )
+    >>> with strategy.scope():
+    ...     model = keras.Sequential([
+    ...         keras.Input((8,)), keras.layers.Dense(16, name="up"), keras.layers.Dense(1, name="down")])
+    ...     model.compile("adam", "mse")
+    >>> history = model.fit(np.ones((4, 8)), np.ones((4, 1)), verbose=0)
+    """
+
+    def __init__(self, mesh: str | Mapping[str, int] | Mesh, layouts: Layouts = None):
+        mesh = Mesh(mesh)
+        super().__init__(mesh, Placement(mesh, layouts))

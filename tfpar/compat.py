@@ -1,0 +1,177 @@
+"""The one file that touches private TensorFlow and Keras names, each with its reason.
+
+Every other module imports public API only, so that an upgrade of TensorFlow or Keras is checked here. The package is
+developed against TensorFlow 2.21 and Keras 3.15; `tests/test_compat.py` fails with the name of what moved.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+# Set before the first DTensor function is compiled. DTensor merges all-reduces by default and may then move an
+# optimizer's read of a slot before its write: momentum SGD, Adam and others train wrongly without an error.
+os.environ["DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION"] = "0"
+
+import keras
+import tensorflow as tf
+
+if keras.backend.backend() != "tensorflow":
+    raise ImportError(
+        f"tfpar trains Keras on TensorFlow, but Keras uses the backend {keras.backend.backend()!r}. Set the environment "
+        "variable KERAS_BACKEND=tensorflow before keras is imported."
+    )
+
+# Public as tf.experimental.dtensor, without these three: the device that tells whether a tensor is a DTensor of any
+# mesh, the resource that a variable holds, and the tape that records our own gather of a variable's shards.
+from keras.src.backend.common import global_state
+
+# The scope that gives a variable its path ("block/dense/kernel") has no public reader.
+from keras.src.backend.common.name_scope import current_path as variable_path_prefix
+
+# Keras divides losses by the number of replicas; see `keep_losses_global`.
+from keras.src.losses import loss as keras_loss
+from keras.src.trainers import trainer as keras_trainer
+
+# TensorFlow's own flag: a SavedModel is being written, so variables must be captured by their handles.
+from tensorflow.python.eager import context as tf_context
+from tensorflow.python.eager import record as tf_record
+from tensorflow.python.eager import tape as tf_tape
+from tensorflow.python.saved_model import save_context as tf_save_context
+from tensorflow.python.trackable.base import Trackable, VARIABLE_VALUE_KEY
+
+TensorFlowTrainer = next(c for c in keras.Model.__mro__ if c.__name__ == "TensorFlowTrainer")
+
+
+def tensorflow_has_started() -> bool:
+    """Whether TensorFlow's runtime exists, after which logical devices cannot change.
+
+    Public TensorFlow can only find out by trying to change them.
+    """
+    return tf_context.context()._initialized
+
+
+def in_saved_model_export() -> bool:
+    """Whether the current trace belongs to a SavedModel that is being written."""
+    return tf_save_context.in_save_context()
+
+
+def record_read(result: tf.Tensor, handle: tf.Tensor) -> None:
+    """Tells gradient tapes that `result` is the value of the variable behind `handle`.
+
+    A variable's gather across devices is several operations on several meshes; to a tape it is one read. The public
+    `tf.custom_gradient` cannot take a resource as its input.
+    """
+    tf_record.record_operation("ReadVariableOp", [result], [handle], lambda gradient: [gradient])
+
+
+def watch(variable: tf.Variable) -> None:
+    """Makes every active tape watch `variable`, as a plain read of it would do."""
+    if variable.trainable:
+        tf_tape.variable_accessed(variable)
+
+
+def creator_of_variable() -> Any:
+    """The object (layer, optimizer, metric, seed generator) that is creating a Keras variable now, or None."""
+    stack = global_state.get_global_attribute("name_scope_stack") or []
+    callers = [entry.caller for entry in stack if entry.caller is not None]
+    return callers[-1] if callers else None
+
+
+def native(variable: Any) -> Any:
+    """The `tf.Variable` inside a Keras variable; anything else unchanged.
+
+    `keras.Variable.value` would autocast under mixed precision and return a tensor.
+    """
+    return variable._value if isinstance(variable, keras.Variable) else variable
+
+
+def strategy_of(owner: Any) -> tf.distribute.Strategy | None:
+    """The strategy that a Keras model or optimizer was created under, None for the default one."""
+    strategy = getattr(owner, "_distribute_strategy", None) or getattr(owner, "_distribution_strategy", None)
+    is_default = strategy is None or type(strategy).__name__ == "_DefaultDistributionStrategy"
+    return None if is_default else strategy
+
+
+def install_trainer(choose: Callable[[keras.Model], Any]) -> None:
+    """Lets a model's strategy build the functions that `fit`, `evaluate` and `predict` call.
+
+    Keras has no hook for it: its trainer always traces `strategy.run` into one function over a `tf.data` iterator, and
+    pulls a batch from the user's data to build the model (which a one-shot generator then lacks).
+
+    Args:
+        choose: called with the model; returns an object with `train_function(model)`, `test_function(model)`,
+            `predict_function(model)` and `symbolic_build(model, iterator, data_batch)`, or None to leave Keras alone.
+    """
+
+    def replaces(name: str, replacement: Callable) -> None:
+        original = getattr(TensorFlowTrainer, name)
+
+        @functools.wraps(original)
+        def method(self, *args, **kwargs):
+            trainer = choose(self)
+            return original(self, *args, **kwargs) if trainer is None else replacement(trainer, self, *args, **kwargs)
+
+        setattr(TensorFlowTrainer, name, method)
+
+    def make(kind: str) -> Callable:
+        def make_function(trainer, model, force=False):
+            attribute = f"{kind}_function"
+            if getattr(model, attribute) is None or force:
+                setattr(model, attribute, getattr(trainer, attribute)(model))
+            return getattr(model, attribute)
+
+        return make_function
+
+    for kind in ("train", "test", "predict"):
+        replaces(f"make_{kind}_function", make(kind))
+    replaces(
+        "_maybe_symbolic_build",
+        lambda trainer, model, iterator=None, data_batch=None: trainer.symbolic_build(model, iterator, data_batch),
+    )
+
+
+def symbolic_build(model: keras.Model, data_batch: Any) -> None:
+    """Builds the model, its metrics and its loss from a batch's shapes and dtypes alone."""
+    model._symbolic_build(data_batch=data_batch)
+
+
+def dataset_of(epoch_iterator: Any) -> Any:
+    """The distributed dataset that a Keras epoch iterator draws from."""
+    return epoch_iterator._distributed_dataset
+
+
+def keep_losses_global(is_global: Callable[[tf.distribute.Strategy], bool]) -> None:
+    """Stops Keras from dividing losses by the number of replicas where one program sees the global batch.
+
+    Keras scales a loss by 1/`num_replicas_in_sync` because the gradients of replicas are summed later. In the global
+    view nothing is summed, also not in a user's own loop in `strategy.scope()` but outside `strategy.run`.
+    """
+    for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
+        original = getattr(keras_loss, name)
+
+        def scale(value, original=original):
+            return value if is_global(tf.distribute.get_strategy()) else original(value)
+
+        setattr(keras_loss, name, functools.wraps(original)(scale))
+
+
+__all__ = [
+    "Trackable",
+    "VARIABLE_VALUE_KEY",
+    "creator_of_variable",
+    "dataset_of",
+    "in_saved_model_export",
+    "install_trainer",
+    "keep_losses_global",
+    "keras_trainer",
+    "native",
+    "record_read",
+    "strategy_of",
+    "symbolic_build",
+    "tensorflow_has_started",
+    "variable_path_prefix",
+    "watch",
+]

@@ -1,0 +1,228 @@
+"""The global view: one program on whole tensors, which DTensor partitions over a mesh.
+
+From `fit` to a collective:
+
+    1. Keras' fit calls the functions that `training.py` makes
+    2. they trace `strategy.run` into one tf.function per step (this file: `call_for_each_replica`, once, not per replica)
+    3. in it, variables are handles of shards (`variables.py`) and the batch is split (`input.py`)
+    4. TensorFlow's DTensor turns the function into one program per device, with collectives between them
+
+TensorFlow's own strategies on DTensor raise where Keras calls `all_reduce` and `extended.update`, because a replica has
+no meaning in the global view. Here there is one "replica", which is everything: gradients are global already, reducing
+them is the identity, and BatchNorm, dropout, losses, clipping and metrics keep their one-device meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfpar import compat, input as input_lib, training, transfer, variables
+from tfpar.mesh import DATA, Mesh
+from tfpar.placement import Placement
+
+
+class GlobalViewStrategy(tf.distribute.Strategy):
+    """What all strategies on one global view share; see `tfpar.HybridStrategy` for use.
+
+    Args:
+        mesh: devices and axes.
+        placement: decides each variable's layout.
+    """
+
+    def __init__(self, mesh: Mesh, placement: Placement):
+        super().__init__(GlobalViewExtended(self, mesh, placement))
+        self._mesh, self._placement = mesh, placement
+        mesh.dtensor_mesh  # noqa: B018  makes the devices now, while TensorFlow has not started
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices and axes that this strategy trains on."""
+        return self._mesh
+
+    @property
+    def placement(self) -> Placement:
+        """The decision which layout each variable gets."""
+        return self._placement
+
+    def run(self, fn: Callable, args: tuple = (), kwargs: dict | None = None, options: Any = None) -> Any:
+        """Runs `fn` once on the whole batch.
+
+        Call it in a `tf.function`, or pass a `tf.function`, to run on the mesh. Called eagerly with a Python function
+        it runs on whole tensors on one device, which is slow and good for debugging.
+
+        Args:
+            fn: the step.
+            args: its positional arguments; batches as `experimental_distribute_dataset` gives them.
+            kwargs: its keyword arguments.
+            options: not used.
+
+        Returns:
+            What `fn` returns.
+        """
+        del options
+        return self.extended.call_for_each_replica(fn, args, kwargs)
+
+    def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
+        """Combines a value over replicas, of which the global view has one.
+
+        Args:
+            reduce_op: "SUM" or "MEAN".
+            value: what `run` returned.
+            axis: a dim to sum or average over, usually 0, the examples. None: the value is global and stays as it is.
+
+        Returns:
+            An ordinary tensor outside a `tf.function`.
+        """
+        value = tf.nest.map_structure(transfer.to_host, value)
+        if axis is None:
+            return value
+        reduce = {"SUM": tf.reduce_sum, "MEAN": tf.reduce_mean}[getattr(reduce_op, "value", reduce_op).upper()]
+        return tf.nest.map_structure(lambda leaf: reduce(leaf, axis), value)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """The whole of a value as an ordinary tensor; it is global, so there is nothing to concatenate along `axis`."""
+        del axis
+        return tf.nest.map_structure(transfer.to_host, value)
+
+    def describe(self, model: Any) -> Any:
+        """The layout and the bytes on each device of every variable of a model; see `tfpar.describe.Description`."""
+        from tfpar import describe  # the table reads strategies; strategies do not need it otherwise
+
+        return describe.describe(self, model)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(mesh={str(self._mesh)!r})"
+
+
+class GlobalViewContext(tf.distribute.ReplicaContext):
+    """The one replica context: reductions are the identity, because every value is global."""
+
+    def __init__(self, strategy: GlobalViewStrategy):
+        super().__init__(strategy, replica_id_in_sync_group=0)
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        del reduce_op, options
+        return tf.nest.map_structure(tf.convert_to_tensor, value)
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        del axis, options
+        return value
+
+
+class GlobalViewExtended(tf.distribute.StrategyExtended):
+    """The part of a strategy that TensorFlow and Keras call."""
+
+    def __init__(self, strategy: GlobalViewStrategy, mesh: Mesh, placement: Placement):
+        super().__init__(strategy)
+        self._mesh, self._placement = mesh, placement
+
+    # Steps
+
+    def call_for_each_replica(self, fn: Callable, args: tuple = (), kwargs: dict | None = None) -> Any:
+        strategy, kwargs = self._container_strategy(), kwargs or {}
+        if tf.executing_eagerly() and not isinstance(fn, tf.types.experimental.GenericFunction):
+            args, kwargs = tf.nest.map_structure(transfer.to_host, (args, kwargs))
+        with strategy.scope(), GlobalViewContext(strategy), variables.StepView(strategy):
+            return fn(*args, **kwargs)
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        """1 inside a step, where Keras and TensorFlow divide by it; the data-parallel size where users multiply by it."""
+        return 1 if not tf.distribute.in_cross_replica_context() or variables.step_owner() else self._mesh.data_size
+
+    def _use_merge_call(self) -> bool:
+        return False  # Keras' optimizer then stays in the one context
+
+    def update(self, var: Any, fn: Callable, args: tuple = (), kwargs: dict | None = None, group: bool = True) -> Any:
+        del group
+        return fn(var, *args, **(kwargs or {}))
+
+    def _replica_ctx_update(self, var: Any, fn: Callable, args: tuple = (), kwargs: dict | None = None, group: bool = True):
+        return self.update(var, fn, args, kwargs, group)
+
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        del reduce_op, destinations, options
+        return value
+
+    def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
+        del destinations, axis, options
+        return value
+
+    def _local_results(self, value: Any) -> tuple:
+        if tf.executing_eagerly() and isinstance(value, tf.Tensor) and dtensor.is_dtensor(value):
+            return transfer.split(value, dtensor.fetch_layout(value), DATA)
+        return (value,)
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
+        return replica_id_in_sync_group
+
+    # Variables
+
+    def _create_variable(self, next_creator: Callable, **kwargs) -> variables.MeshVariable:
+        del next_creator
+        return self._placement.create(self._container_strategy(), **kwargs)
+
+    def colocate_vars_with(self, variable: Any):
+        def creator(next_creator, **kwargs):
+            kwargs["colocate_with"] = variable
+            return next_creator(**kwargs)
+
+        return tf.variable_creator_scope(creator)
+
+    def variable_created_in_scope(self, variable: Any) -> bool:
+        return getattr(compat.native(variable), "_distribute_strategy", None) is self._container_strategy()
+
+    def value_container(self, value: Any) -> Any:
+        return value
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        return tuple(self._mesh.dtensor_mesh.local_devices())
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        return self.worker_devices
+
+    # Input
+
+    def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> input_lib.MeshDataset:
+        del options
+        return input_lib.MeshDataset(dataset, self._mesh)
+
+    def _distribute_datasets_from_function(self, dataset_fn: Callable, options: Any) -> input_lib.MeshDataset:
+        del options
+        context = tf.distribute.InputContext(num_replicas_in_sync=self._mesh.data_size)
+        group = input_lib.concatenate_groups(self._mesh.data_size)
+        return input_lib.MeshDataset(dataset_fn(context), self._mesh, group)
+
+    def _experimental_distribute_values_from_function(self, value_fn: Callable) -> Any:
+        count = self._mesh.data_size
+        contexts = [tf.distribute.experimental.ValueContext(i, count) for i in range(count)]
+        values = [tf.nest.map_structure(tf.convert_to_tensor, value_fn(context)) for context in contexts]
+        joined = tf.nest.map_structure(
+            lambda *leaves: tf.concat(leaves, 0) if leaves[0].shape.rank else tf.stack(leaves), *values
+        )
+        return input_lib.distribute(joined, self._mesh)
+
+    def _in_multi_worker_mode(self) -> bool:
+        return dtensor.num_clients() > 1
+
+    @property
+    def should_checkpoint(self) -> bool:
+        return dtensor.client_id() == 0
+
+    @property
+    def should_save_summary(self) -> bool:
+        return dtensor.client_id() == 0
+
+
+def _is_global(strategy: Any) -> bool:
+    return isinstance(strategy, GlobalViewStrategy)
+
+
+compat.keep_losses_global(_is_global)
+training.install(_is_global)

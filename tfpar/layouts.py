@@ -1,0 +1,144 @@
+"""LayoutMap: which axis splits which dim of which variable, as rules on variable paths.
+
+Rules are data: a pattern and one axis name (or None) per dim. A rule that is wrong in any way is an error, because a
+rule that silently does nothing leaves a model replicated and out of memory.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from tfpar.mesh import Mesh
+
+Spec = tuple[str | None, ...]
+
+
+class LayoutMap(Mapping[str, Spec]):
+    """Rules from variable paths to layouts.
+
+    A variable that no rule matches is replicated: every device holds it whole.
+
+    Args:
+        rules: regular expression to layout. The expression must match a variable's whole path (`re.fullmatch`, as in
+            `keras.distribution.LayoutMap`), for example `"block_0/up/kernel"`. The layout has one entry per dim of the
+            variable: the name of the mesh axis that splits the dim, or None.
+
+    Raises:
+        ValueError: an expression that does not compile, or a layout that is no tuple of axis names and None, or names
+            an axis twice.
+
+    Example:
+
+    >>> rules = tfpar.LayoutMap({r".*up/kernel": (None, "model"), r".*down/kernel": ("model", None)})
+    >>> rules[r".*up/kernel"]
+    (None, 'model')
+    """
+
+    def __init__(self, rules: Mapping[str, Sequence[str | None]] = ()):
+        self._rules: dict[str, Spec] = {}
+        self._patterns: dict[str, re.Pattern] = {}
+        for pattern, spec in dict(rules).items():
+            self._rules[pattern] = _checked_spec(pattern, spec)
+            try:
+                self._patterns[pattern] = re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"The layout rule {pattern!r} is no regular expression: {error}.") from None
+
+    def __getitem__(self, pattern: str) -> Spec:
+        return self._rules[pattern]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rules)
+
+    def __len__(self) -> int:
+        return len(self._rules)
+
+    def __repr__(self) -> str:
+        return f"LayoutMap({self._rules!r})"
+
+    @property
+    def axes(self) -> set[str]:
+        """Every axis that some rule names."""
+        return {axis for spec in self._rules.values() for axis in spec if axis is not None}
+
+    def check_axes(self, mesh: Mesh) -> None:
+        """Raises ValueError for a rule that names an axis the mesh lacks."""
+        for pattern, spec in self._rules.items():
+            for axis in spec:
+                if axis is not None and axis not in mesh.axes:
+                    raise ValueError(
+                        f"The layout rule {pattern!r}: {spec} names the axis {axis!r}, but the mesh {mesh} has "
+                        f"{', '.join(mesh.axes)}. Use one of its axes, or add {axis!r} to the mesh."
+                    )
+
+    def match(self, path: str, shape: Sequence[int], mesh: Mesh) -> tuple[str | None, Spec]:
+        """The one rule for a variable.
+
+        Args:
+            path: the variable's path, such as "block_0/up/kernel".
+            shape: its shape, all dims known.
+            mesh: the mesh whose axes the rules name.
+
+        Returns:
+            The pattern that matched, or None, and the layout, one entry per dim.
+
+        Raises:
+            ValueError: two rules match, or the layout's rank, axes or sizes do not fit the variable.
+        """
+        shape = tuple(int(dim) for dim in shape)
+        found = [pattern for pattern, compiled in self._patterns.items() if compiled.fullmatch(path)]
+        if len(found) > 1:
+            listed = " and ".join(f"{pattern!r}: {self._rules[pattern]}" for pattern in found)
+            raise ValueError(
+                f"{len(found)} layout rules match the variable {path!r} of shape {shape}: {listed}. "
+                "Narrow the expressions so that one is left."
+            )
+        if not found:
+            return None, (None,) * len(shape)
+        spec = self._rules[found[0]]
+        _check_fit(found[0], spec, path, shape, mesh)
+        return found[0], spec
+
+    def check_all_used(self, paths: Sequence[str]) -> None:
+        """Raises ValueError for a rule that matches none of a model's variable paths."""
+        for pattern, compiled in self._patterns.items():
+            if not any(compiled.fullmatch(path) for path in paths):
+                near = difflib.get_close_matches(re.sub(r"[\\^$.*+?()\[\]{}|]", "", pattern), paths, n=3, cutoff=0.3)
+                raise ValueError(
+                    f"The layout rule {pattern!r}: {self._rules[pattern]} matches no variable of the model, whose paths "
+                    f"include {', '.join(near or list(paths)[:3]) or 'nothing'}. An expression must match the whole path "
+                    "(for example r'.*up/kernel'); strategy.describe(model) lists all paths."
+                )
+
+
+def _checked_spec(pattern: str, spec: Sequence[str | None]) -> Spec:
+    is_sequence = isinstance(spec, (tuple, list)) and all(axis is None or isinstance(axis, str) for axis in spec)
+    if not is_sequence:
+        raise ValueError(
+            f"The layout rule {pattern!r} has the layout {spec!r}; write a tuple with an axis name or None per dim, "
+            'such as (None, "model").'
+        )
+    for axis in spec:
+        if axis is not None and list(spec).count(axis) > 1:
+            raise ValueError(
+                f"The layout rule {pattern!r}: {tuple(spec)} splits two dims by the axis {axis!r}; an axis can split one."
+            )
+    return tuple(spec)
+
+
+def _check_fit(pattern: str, spec: Spec, path: str, shape: tuple[int, ...], mesh: Mesh) -> None:
+    rule = f"The layout rule {pattern!r}: {spec}"
+    if len(spec) != len(shape):
+        raise ValueError(
+            f"{rule} has {len(spec)} entries, but the variable {path!r} has the shape {shape}, {len(shape)} "
+            f"dim{'s' * (len(shape) != 1)}. Give one axis name or None per dim."
+        )
+    for dim, (axis, size) in enumerate(zip(spec, shape)):
+        if axis is not None and size % mesh.axes[axis]:
+            raise ValueError(
+                f"{rule} splits dim {dim} of the variable {path!r}, shape {shape}, by the axis {axis!r} of size "
+                f"{mesh.axes[axis]}, which does not divide {size}. Split another dim, leave it None, or change the model's "
+                f"width to a multiple of {mesh.axes[axis]}."
+            )

@@ -1,0 +1,120 @@
+"""Placement: when and how a variable gets its layout.
+
+    1. `create`   a model's variable is made. If its layout is known (a LayoutMap), it gets it at once. If layouts need
+                  the whole model, the variable waits, spread over all devices, so that none holds more than its share.
+    2. use        summary, get_weights, load_weights and model(x) work in either state.
+    3. `settle`   before the first step the model is known: rules are checked against it and waiting variables are moved
+                  one by one, with the slots that follow them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar import compat, devices
+from tfpar.layouts import LayoutMap, Spec
+from tfpar.mesh import DATA, Mesh
+from tfpar.variables import MeshVariable
+
+Layouts = LayoutMap | Mapping[str, Any] | Callable[[keras.Model], LayoutMap] | None
+
+
+class Placement:
+    """Decides the layout of every variable made under one strategy.
+
+    Args:
+        mesh: the devices and axes.
+        layouts: a `LayoutMap` (or the dict for one), or a function of the model that returns one, called once per model
+            when the model is complete. None: every variable is replicated.
+    """
+
+    def __init__(self, mesh: Mesh, layouts: Layouts = None):
+        self._mesh = mesh
+        self._plan = layouts if callable(layouts) and not isinstance(layouts, Mapping) else None
+        self._rules = LayoutMap() if self._plan or layouts is None else _as_layout_map(layouts)
+        self._rules.check_axes(mesh)
+
+    def create(self, strategy: tf.distribute.Strategy, **kwargs) -> MeshVariable:
+        """Makes a variable with the arguments of a `tf.Variable` creator."""
+        options = {key: kwargs[key] for key in _KEPT if kwargs.get(key) is not None}
+        initial, reference = kwargs["initial_value"], kwargs.get("colocate_with")
+        path = "/".join(filter(None, (compat.variable_path_prefix(), kwargs.get("name"))))
+        with tf.init_scope(), tf.device(devices.host()):
+            value = tf.convert_to_tensor(initial() if callable(initial) else initial, dtype=kwargs.get("dtype"))
+            follows = reference if _can_follow(reference, value) else None
+            layout = follows.layout if follows is not None else self._mesh.layout(self._first_spec(path, value))
+            return MeshVariable(
+                value, mesh_layout=layout, path=path, follows=follows, gather_axes=frozenset({DATA}), **options
+            )
+
+    def settle(self, model: keras.Model) -> None:
+        """Gives a complete model's variables their final layouts and checks that every rule found a variable.
+
+        Args:
+            model: a built model whose variables were made under this placement.
+
+        Raises:
+            ValueError: a rule that matches no variable, or does not fit the one that it matches.
+        """
+        weights = {variable.path: variable for variable in model.variables}
+        rules = self._plan_for(model) if self._plan else self._rules
+        rules.check_all_used(list(weights))
+        if self._plan:
+            for path, variable in weights.items():
+                _, spec = rules.match(path, variable.shape, self._mesh)
+                compat.native(variable).place(self._mesh.layout(spec))
+
+    def rule_for(self, model: keras.Model, path: str, shape: tuple[int, ...]) -> str | None:
+        """The pattern that decided a model variable's layout, None where no rule did."""
+        rules = self._plan_for(model) if self._plan else self._rules
+        return rules.match(path, shape, self._mesh)[0]
+
+    def _plan_for(self, model: keras.Model) -> LayoutMap:
+        rules = _as_layout_map(self._plan(model))
+        rules.check_axes(self._mesh)
+        return rules
+
+    def _first_spec(self, path: str, value: tf.Tensor) -> Spec:
+        rank = value.shape.rank
+        if isinstance(compat.creator_of_variable(), (keras.optimizers.Optimizer, keras.metrics.Metric)):
+            return (None,) * rank
+        if self._plan is None:
+            return self._rules.match(path, value.shape, self._mesh)[1]
+        return _spread(value.shape, self._mesh)
+
+
+_KEPT = ("trainable", "name", "dtype", "synchronization", "aggregation", "distribute_strategy", "constraint")
+
+
+def _as_layout_map(layouts: Any) -> LayoutMap:
+    if isinstance(layouts, LayoutMap):
+        return layouts
+    if isinstance(layouts, Mapping):
+        return LayoutMap(layouts)
+    raise ValueError(
+        f"layouts is a tfpar.LayoutMap, a dict of rules, or a function of the model that returns one; got {layouts!r}."
+    )
+
+
+def _can_follow(reference: Any, value: tf.Tensor) -> bool:
+    return isinstance(reference, MeshVariable) and reference.shape == value.shape
+
+
+def _spread(shape: tf.TensorShape, mesh: Mesh) -> Spec:
+    """A waiting variable's layout: each axis, largest first, splits the largest dim that is free and divisible by it."""
+    spec: list[str | None] = [None] * len(shape)
+    for axis, size in sorted(mesh.axes.items(), key=lambda item: -item[1]):
+        free = [dim for dim in range(len(shape)) if spec[dim] is None and shape[dim] and shape[dim] % size == 0]
+        if free and size > 1:
+            spec[max(free, key=lambda dim: shape[dim])] = axis
+    return tuple(spec)
+
+
+def replication(spec: Spec, mesh: Mesh) -> int:
+    """How many devices hold a copy of each cell of a variable with this layout."""
+    return mesh.size // math.prod(mesh.axes[axis] for axis in spec if axis is not None)

@@ -1,0 +1,106 @@
+"""The functions that Keras' `fit`, `evaluate`, `predict` and their `*_on_batch` twins call.
+
+Keras' own ones trace a loop over a `tf.data` iterator, which DTensor cannot partition. These take host batches, put each
+on the mesh, run one traced step and bring the results back as ordinary tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar import compat, errors, input as input_lib, transfer
+
+
+def install(is_global: Callable[[Any], bool]) -> None:
+    """Makes Keras ask this file for its functions where `is_global(strategy)` holds."""
+
+    def choose(model: keras.Model) -> type[GlobalViewTrainer] | None:
+        built_under, compiled_under = model.distribute_strategy, compat.strategy_of(model.optimizer)
+        if is_global(compiled_under) and built_under is not compiled_under:
+            raise errors.outside_scope(model, compiled_under)
+        return GlobalViewTrainer if is_global(built_under) else None
+
+    compat.install_trainer(choose)
+
+
+class GlobalViewTrainer:
+    """Builds a model's step functions. Stateless: a namespace that `compat.install_trainer` calls."""
+
+    @staticmethod
+    def train_function(model: keras.Model) -> Callable[[Iterable], Any]:
+        return _over_batches(model, _step(model, model.train_step))
+
+    @staticmethod
+    def test_function(model: keras.Model) -> Callable[[Iterable], Any]:
+        return _over_batches(model, _step(model, model.test_step))
+
+    @staticmethod
+    def predict_function(model: keras.Model) -> Callable[[list], Any]:
+        step = _step(model, model.predict_step)
+
+        def predict(batches: list) -> Any:
+            outputs = [transfer_to_host(step(batch)) for batch in batches]
+            return tf.nest.map_structure(lambda *parts: parts[0] if len(parts) == 1 else tf.concat(parts, 0), *outputs)
+
+        return predict
+
+    @staticmethod
+    def symbolic_build(model: keras.Model, iterator: Any, data_batch: Any) -> None:
+        """Builds from the dataset's specs, so that no batch of the user's data is drawn for it."""
+        if iterator is not None:
+            data_batch = tf.nest.map_structure(_without_optional, compat.dataset_of(iterator).element_spec)
+        with model.distribute_strategy.scope():
+            compat.symbolic_build(model, data_batch)
+
+
+def _step(model: keras.Model, step: Callable) -> Callable[[Any], Any]:
+    """One step on one host batch, traced for the mesh once the model is known and checked."""
+    strategy = model.distribute_strategy
+    errors.check_model(model, strategy)
+    if model.jit_compile:
+        raise errors.jit_compile(strategy)
+
+    @tf.autograph.experimental.do_not_convert
+    def run(batch: Any) -> Any:
+        return strategy.run(step, args=(batch,))
+
+    traced = run if model.run_eagerly else tf.function(run)
+    settled = False
+
+    def one_step(batch: Any) -> Any:
+        nonlocal settled
+        if not settled and model.built:
+            strategy.placement.settle(model)
+            settled = True
+        with errors.explained(strategy):
+            return traced(input_lib.distribute(batch, strategy.mesh))
+
+    return one_step
+
+
+def _over_batches(model: keras.Model, step: Callable[[Any], Any]) -> Callable[[Iterable], Any]:
+    """`steps_per_execution` steps; the last one's logs as ordinary tensors. StopIteration where no batch is left."""
+
+    def function(iterator: Iterable) -> Any:
+        logs = None
+        for _, batch in zip(range(model.steps_per_execution), iterator):
+            logs = step(batch)
+        if logs is None:
+            raise StopIteration
+        return transfer_to_host(logs)
+
+    return function
+
+
+def transfer_to_host(values: Any) -> Any:
+    """A structure of DTensors as ordinary tensors."""
+    return tf.nest.map_structure(transfer.to_host, values)
+
+
+def _without_optional(spec: Any) -> Any:
+    """Keras wraps a missing target or weight in an Optional so that `tf.data` can carry it."""
+    return None if isinstance(spec, tf.OptionalSpec) else spec

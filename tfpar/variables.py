@@ -1,0 +1,209 @@
+"""MeshVariable: a `tf.Variable` whose value is split over a mesh.
+
+It has two views, so that Keras and user code need not know about the mesh:
+
+    inside `strategy.run` in a `tf.function`   the handle of the shards; TensorFlow's DTensor partitions what is done
+    everywhere else                            an ordinary whole tensor: reads gather, assignments lay out
+
+The second view is what makes `get_weights`, saving, `model(x)`, checkpoints and eager debugging the same as on one
+device. A layout may change until the first step: `place` moves the value and everything that follows the variable (an
+optimizer's slots) one by one, in the same Python objects.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfpar import compat, devices, transfer
+
+_step = threading.local()
+
+
+class StepView:
+    """While entered, on this thread, variables of `owner` are what a traced step sees: shards, not whole values."""
+
+    def __init__(self, owner: tf.distribute.Strategy):
+        self._owner = owner
+
+    def __enter__(self):
+        self._outer = getattr(_step, "owner", None)
+        _step.owner = self._owner
+
+    def __exit__(self, *error):
+        _step.owner = self._outer
+
+
+def step_owner() -> tf.distribute.Strategy | None:
+    """The strategy whose step is being traced on this thread, None in eager code and outside `strategy.run`."""
+    return None if tf.executing_eagerly() else getattr(_step, "owner", None)
+
+
+@tf.custom_gradient
+def _dense_gradient(value: tf.Tensor):
+    """The value itself; its gradient is summed into a dense tensor where rows were looked up.
+
+    DTensor has no scatter on variables, and Keras' optimizers give repeated rows other numbers on `IndexedSlices` than
+    on the sum that they stand for.
+    """
+    return tf.identity(value), tf.convert_to_tensor
+
+
+class MeshVariable(dtensor.DVariable):
+    """A variable on a mesh. Made by a strategy's scope, not by hand.
+
+    Args:
+        initial_value: a whole value of any kind TensorFlow converts.
+        mesh_layout: how to split it.
+        path: the Keras path, for messages and tables.
+        gather_axes: axes whose split is undone on each read in a step (those that also split the batch).
+        follows: the variable whose layout this one takes over, for an optimizer's slot.
+        **kwargs: what `tf.Variable` takes.
+    """
+
+    def __init__(
+        self,
+        initial_value: Any,
+        *,
+        mesh_layout: dtensor.Layout,
+        path: str,
+        gather_axes: frozenset[str] = frozenset(),
+        follows: MeshVariable | None = None,
+        **kwargs,
+    ):
+        with tf.device(devices.host()):
+            value = tf.convert_to_tensor(initial_value, dtype=kwargs.get("dtype"))
+        super().__init__(transfer.to_mesh(value, mesh_layout), **kwargs)
+        self.path = path
+        self._gather_axes = gather_axes
+        self._followers: list[weakref.ref[MeshVariable]] = []
+        if follows is not None:
+            follows._followers.append(weakref.ref(self))
+
+    # DTensor's own checkpoints have another format; the base class writes what one device writes.
+    _gather_saveables_for_checkpoint = compat.Trackable._gather_saveables_for_checkpoint
+
+    def place(self, layout: dtensor.Layout) -> None:
+        """Moves the value, and all that follows this variable, to another layout or mesh."""
+        if layout != self.layout:
+            moved = dtensor.DVariable(transfer.to_mesh(self.shards(), layout), dtype=self.dtype, name=self._handle_name[:-2])
+            self._handle, self._handle_deleter = moved._handle, getattr(moved, "_handle_deleter", None)
+            self.layout = layout
+        for follower in filter(None, (reference() for reference in self._followers)):
+            follower.place(layout)
+
+    def shards(self) -> tf.Tensor:
+        """The value as a DTensor, eagerly, without gathering it."""
+        with dtensor.default_mesh(self.layout.mesh):
+            return tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=self.dtype)
+
+    def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
+        if self._in_step("read"):
+            value = super()._read_variable_op(no_copy)
+            return self._gathered(value) if self._gather_axes else value
+        graph = tf.compat.v1.get_default_graph()
+        if tf.executing_eagerly():
+            value = transfer.to_host(self.shards())
+        elif compat.in_saved_model_export() or not hasattr(graph, "capture_call_time_value"):
+            return super()._read_variable_op(no_copy)
+        else:  # a user's own tf.function on ordinary tensors reads the whole value, anew at each call
+            value = graph.capture_call_time_value(
+                lambda: transfer.to_host(self.shards()), tf.TensorSpec(self.shape, self.dtype), key=("tfpar", id(self))
+            )
+        compat.watch(self)
+        compat.record_read(value, self._handle)
+        return value
+
+    def read_value_no_copy(self) -> tf.Tensor:
+        return self.read_value()
+
+    def numpy(self) -> np.ndarray:
+        if not tf.executing_eagerly():
+            raise NotImplementedError("numpy() is only available when eager execution is enabled.")
+        return transfer.to_host(self.shards()).numpy()
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
+        return tf.gather(_dense_gradient(self.read_value()), indices, name=name)
+
+    def gather_nd(self, indices: Any, name: str | None = None) -> tf.Tensor:
+        return tf.gather_nd(_dense_gradient(self.read_value()), indices, name=name)
+
+    def assign(self, value: Any, use_locking=None, name=None, read_value: bool = True):
+        if self._in_step("assigned"):
+            return super().assign(value, use_locking, name, read_value)
+        if not tf.executing_eagerly():
+            raise RuntimeError(
+                f"The variable {self.path!r} is split over a mesh and is assigned in a tf.function outside strategy.run. "
+                "Call the function's body through strategy.run, or assign outside the tf.function."
+            )
+        value = tf.cast(transfer.to_host(tf.convert_to_tensor(value, dtype_hint=self.dtype)), self.dtype)
+        if value.shape != self.shape:
+            raise ValueError(f"The variable {self.path!r} has the shape {self.shape}, got a value of shape {value.shape}.")
+        with dtensor.default_mesh(self.layout.mesh):
+            tf.raw_ops.AssignVariableOp(resource=self._handle, value=transfer.to_mesh(value, self.layout))
+        return self if read_value else None
+
+    def assign_add(self, delta: Any, use_locking=None, name=None, read_value: bool = True):
+        if self._in_step("assigned"):
+            return super().assign_add(delta, use_locking, name, read_value)
+        return self.assign(self.read_value() + tf.cast(delta, self.dtype), read_value=read_value)
+
+    def assign_sub(self, delta: Any, use_locking=None, name=None, read_value: bool = True):
+        if self._in_step("assigned"):
+            return super().assign_sub(delta, use_locking, name, read_value)
+        return self.assign(self.read_value() - tf.cast(delta, self.dtype), read_value=read_value)
+
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        return {compat.VARIABLE_VALUE_KEY: self.read_value()}
+
+    def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]):
+        return self.assign(restored_tensors[compat.VARIABLE_VALUE_KEY])
+
+    def _in_step(self, action: str) -> bool:
+        owner = step_owner()
+        if owner is not None and owner is not self._distribute_strategy:
+            raise RuntimeError(
+                f"The variable {self.path!r} of {self._distribute_strategy!r} is {action} in a step of {owner!r}. "
+                "Build the model, its metrics and its optimizer in the scope of the strategy that trains them."
+            )
+        return owner is not None
+
+    def _gathered(self, value: tf.Tensor) -> tf.Tensor:
+        spec = [dtensor.UNSHARDED if axis in self._gather_axes else axis for axis in self.layout.sharding_specs]
+        return dtensor.relayout(value, dtensor.Layout(spec, self.layout.mesh))
+
+
+def _scatter(update: Callable) -> Callable:
+    """A `scatter_*` method: the update on the whole value, then one assignment. DTensor cannot scatter into a variable."""
+
+    @functools.wraps(update)
+    def method(self, sparse_delta: tf.IndexedSlices, use_locking: bool = False, name: str | None = None):
+        indices = tf.expand_dims(sparse_delta.indices, -1)
+        return self.assign(update(self.read_value(), indices, tf.cast(sparse_delta.values, self.dtype)), name=name)
+
+    return method
+
+
+for _name, _update in {
+    "scatter_add": tf.tensor_scatter_nd_add,
+    "scatter_sub": tf.tensor_scatter_nd_sub,
+    "scatter_update": tf.tensor_scatter_nd_update,
+    "scatter_max": tf.tensor_scatter_nd_max,
+    "scatter_min": tf.tensor_scatter_nd_min,
+}.items():
+    setattr(MeshVariable, _name, _scatter(_update))
+for _name in ("add", "sub", "update", "max", "min"):
+    setattr(
+        MeshVariable,
+        f"scatter_nd_{_name}",
+        lambda self, indices, updates, name=None, _f=getattr(tf, f"tensor_scatter_nd_{_name}"): self.assign(
+            _f(self.read_value(), indices, updates), name=name
+        ),
+    )
