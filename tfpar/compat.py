@@ -26,14 +26,17 @@ if keras.backend.backend() != "tensorflow":
 
 # Public as tf.experimental.dtensor, without these three: the device that tells whether a tensor is a DTensor of any
 # mesh, the resource that a variable holds, and the tape that records our own gather of a variable's shards.
+from keras.src import backend as keras_backend
 from keras.src.backend.common import global_state
 
 # The scope that gives a variable its path ("block/dense/kernel") has no public reader.
 from keras.src.backend.common.name_scope import current_path as variable_path_prefix
 
+# `fit` takes a distributed dataset only if its class has TensorFlow's own private name; see `accept_mesh_datasets`.
+from keras.src.trainers import data_adapters
+
 # Keras divides losses by the number of replicas; see `keep_losses_global`.
 from keras.src.losses import loss as keras_loss
-from keras.src.trainers import trainer as keras_trainer
 
 # TensorFlow's own flag: a SavedModel is being written, so variables must be captured by their handles.
 from tensorflow.python.eager import context as tf_context
@@ -143,6 +146,42 @@ def dataset_of(epoch_iterator: Any) -> Any:
     return epoch_iterator._distributed_dataset
 
 
+def accept_mesh_datasets() -> None:
+    """Lets `fit` take any `tf.distribute.DistributedDataset`; Keras asks for one class by its private name."""
+    original = data_adapters.is_tf_dataset
+
+    @functools.wraps(original)
+    def is_tf_dataset(x):
+        return isinstance(x, tf.distribute.DistributedDataset) or original(x)
+
+    data_adapters.is_tf_dataset = is_tf_dataset
+
+
+def unroll_recurrence(in_step: Callable[[], bool]) -> None:
+    """Unrolls recurrent layers in a step on a mesh.
+
+    DTensor has no expansion for the lists that a loop keeps for its gradient, so a loop would run whole on every device;
+    and collectives of two iterations that do not depend on each other meet in the wrong order and fail. Unrolled, a
+    recurrence is split over the batch like every other layer. The fused GPU kernels have no expansion either.
+    """
+
+    def rnn(step_function, inputs, initial_states, *args, unroll=False, **kwargs):
+        return original_rnn(step_function, inputs, initial_states, *args, unroll=unroll or in_step(), **kwargs)
+
+    def fused(original):
+        @functools.wraps(original)
+        def kernel(*args, **kwargs):
+            if in_step():
+                raise NotImplementedError  # Keras then takes the path above
+            return original(*args, **kwargs)
+
+        return kernel
+
+    original_rnn = keras_backend.rnn
+    keras_backend.rnn = functools.wraps(original_rnn)(rnn)
+    keras_backend.lstm, keras_backend.gru = fused(keras_backend.lstm), fused(keras_backend.gru)
+
+
 def keep_losses_global(is_global: Callable[[tf.distribute.Strategy], bool]) -> None:
     """Stops Keras from dividing losses by the number of replicas where one program sees the global batch.
 
@@ -161,17 +200,18 @@ def keep_losses_global(is_global: Callable[[tf.distribute.Strategy], bool]) -> N
 __all__ = [
     "Trackable",
     "VARIABLE_VALUE_KEY",
+    "accept_mesh_datasets",
     "creator_of_variable",
     "dataset_of",
     "in_saved_model_export",
     "install_trainer",
     "keep_losses_global",
-    "keras_trainer",
     "native",
     "record_read",
     "strategy_of",
     "symbolic_build",
     "tensorflow_has_started",
+    "unroll_recurrence",
     "variable_path_prefix",
     "watch",
 ]

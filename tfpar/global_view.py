@@ -225,4 +225,6 @@ def _is_global(strategy: Any) -> bool:
 
 
 compat.keep_losses_global(_is_global)
+compat.accept_mesh_datasets()
+compat.unroll_recurrence(lambda: variables.step_owner() is not None)
 training.install(_is_global)

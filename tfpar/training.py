@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import compat, errors, input as input_lib, transfer
+from tfpar import compat, errors, input as input_lib, op_support, transfer
 
 
 def install(is_global: Callable[[Any], bool]) -> None:
@@ -68,7 +68,7 @@ def _step(model: keras.Model, step: Callable) -> Callable[[Any], Any]:
     def run(batch: Any) -> Any:
         return strategy.run(step, args=(batch,))
 
-    traced = run if model.run_eagerly else tf.function(run)
+    execute = run if model.run_eagerly else _Traced(run)
     settled = False
 
     def one_step(batch: Any) -> Any:
@@ -77,9 +77,36 @@ def _step(model: keras.Model, step: Callable) -> Callable[[Any], Any]:
             strategy.placement.settle(model)
             settled = True
         with errors.explained(strategy):
-            return traced(input_lib.distribute(batch, strategy.mesh))
+            return execute(input_lib.distribute(batch, strategy.mesh))
 
     return one_step
+
+
+class _Traced:
+    """A step as a tf.function; operations that TensorFlow cannot partition run replicated, with a warning."""
+
+    def __init__(self, run: Callable[[Any], Any]):
+        self._function = tf.function(run)
+        self._graphs_seen = 0
+
+    def __call__(self, batch: Any) -> Any:
+        while True:
+            try:
+                outputs = self._function(batch)
+            except tf.errors.OpError as error:
+                operation = op_support.refused(error)
+                if operation is None or op_support.is_replicated(operation):
+                    raise
+                op_support.replicate(operation)
+                self._warn(batch, (operation,))
+                continue
+            if self._function.experimental_get_tracing_count() > self._graphs_seen:
+                self._graphs_seen = self._function.experimental_get_tracing_count()
+                self._warn(batch)
+            return outputs
+
+    def _warn(self, batch: Any, *operations: tuple[str, ...]) -> None:
+        op_support.warn_replicated(self._function.get_concrete_function(batch).graph, *operations)
 
 
 def _over_batches(model: keras.Model, step: Callable[[Any], Any]) -> Callable[[Iterable], Any]:

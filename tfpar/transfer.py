@@ -53,7 +53,8 @@ def to_mesh(value: Any, layout: dtensor.Layout) -> tf.Tensor:
         slices = shard_slices(layout, shape, location)
         key = tuple((s.start, s.stop) for s in slices)
         if key not in by_slices:
-            by_slices[key] = value if is_replicated(layout) else value[slices]
+            with tf.device(devices.host()):
+                by_slices[key] = value if is_replicated(layout) else value[slices]
         with tf.device(device):
             shards.append(tf.identity(by_slices[key]))
     return dtensor.pack(shards, layout)

@@ -96,8 +96,9 @@ class MeshVariable(dtensor.DVariable):
             moved = dtensor.DVariable(transfer.to_mesh(self.shards(), layout), dtype=self.dtype, name=self._handle_name[:-2])
             self._handle, self._handle_deleter = moved._handle, getattr(moved, "_handle_deleter", None)
             self.layout = layout
-        for follower in filter(None, (reference() for reference in self._followers)):
-            follower.place(layout)
+        for follower in (reference() for reference in self._followers):
+            if follower is not None:
+                follower.place(layout)
 
     def shards(self) -> tf.Tensor:
         """The value as a DTensor, eagerly, without gathering it."""
@@ -146,8 +147,9 @@ class MeshVariable(dtensor.DVariable):
         value = tf.cast(transfer.to_host(tf.convert_to_tensor(value, dtype_hint=self.dtype)), self.dtype)
         if value.shape != self.shape:
             raise ValueError(f"The variable {self.path!r} has the shape {self.shape}, got a value of shape {value.shape}.")
+        shards = transfer.to_mesh(value, self.layout)
         with dtensor.default_mesh(self.layout.mesh):
-            tf.raw_ops.AssignVariableOp(resource=self._handle, value=transfer.to_mesh(value, self.layout))
+            tf.raw_ops.AssignVariableOp(resource=self._handle, value=shards)
         return self if read_value else None
 
     def assign_add(self, delta: Any, use_locking=None, name=None, read_value: bool = True):
