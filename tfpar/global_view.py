@@ -14,13 +14,14 @@ them is the identity, and BatchNorm, dropout, losses, clipping and metrics keep 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfpar import compat, input as input_lib, training, transfer, variables
+from tfpar import compat, describe, errors, input as input_lib, training, transfer, variables
 from tfpar.mesh import DATA, Mesh
 from tfpar.placement import Placement
 
@@ -88,11 +89,20 @@ class GlobalViewStrategy(tf.distribute.Strategy):
         del axis
         return tf.nest.map_structure(transfer.to_host, value)
 
-    def describe(self, model: Any) -> Any:
-        """The layout and the bytes on each device of every variable of a model; see `tfpar.describe.Description`."""
-        from tfpar import describe  # the table reads strategies; strategies do not need it otherwise
+    def describe(self, model: Any) -> describe.Description:
+        """The layout and the bytes on each device of every variable of a model.
 
+        Args:
+            model: a built model made in this strategy's scope.
+
+        Returns:
+            A table for `print`, and an iterable of rows; see `tfpar.describe.Description`.
+        """
         return describe.describe(self, model)
+
+    def check_owns(self, model: Any) -> None:
+        """Raises ValueError where a variable of the model, its metrics or its optimizer was made elsewhere."""
+        errors.check_model(model, self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(mesh={str(self._mesh)!r})"
@@ -166,12 +176,17 @@ class GlobalViewExtended(tf.distribute.StrategyExtended):
         del next_creator
         return self._placement.create(self._container_strategy(), **kwargs)
 
-    def colocate_vars_with(self, variable: Any):
-        def creator(next_creator, **kwargs):
-            kwargs["colocate_with"] = variable
-            return next_creator(**kwargs)
+    @contextlib.contextmanager
+    def colocate_vars_with(self, variable: Any) -> Iterator[None]:
+        """Variables made here follow `variable`; Keras makes an optimizer's slots so, in a strategy's scope or not."""
 
-        return tf.variable_creator_scope(creator)
+        def creator(next_creator, **kwargs):
+            return next_creator(**kwargs, colocate_with=variable)
+
+        strategy = self._container_strategy()
+        is_current = tf.distribute.get_strategy() is strategy
+        with contextlib.nullcontext() if is_current else strategy.scope(), tf.variable_creator_scope(creator):
+            yield
 
     def variable_created_in_scope(self, variable: Any) -> bool:
         return getattr(compat.native(variable), "_distribute_strategy", None) is self._container_strategy()

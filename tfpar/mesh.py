@@ -94,8 +94,13 @@ class Mesh:
 
     @property
     def devices(self) -> np.ndarray:
-        """Full device names in the shape of the grid (an array of str, one dim per axis)."""
-        names = [str(name) for name in self.dtensor_mesh.global_devices()] or self._global_names()
+        """Device names in the shape of the grid (an array of str, one dim per axis).
+
+        "CPU:0" in one process; with several processes "task:1/CPU:0", the process first.
+        """
+        local = [_short(name) for name in self.dtensor_mesh.local_devices()]
+        clients = dtensor.num_clients()
+        names = local if clients == 1 else [f"task:{task}/{name}" for task in range(clients) for name in local]
         return np.array(names, dtype=object).reshape(tuple(self._axes.values()))
 
     @functools.cached_property
@@ -129,9 +134,11 @@ class Mesh:
                 raise ValueError(f"The mesh {self} has no axis {axis!r}; it has {', '.join(self._axes)}.")
             if not 0 <= index < self._axes[axis]:
                 raise ValueError(f"Axis {axis!r} of the mesh {self} has indices 0 to {self._axes[axis] - 1}, got {index}.")
+        if dtensor.num_clients() > 1:
+            raise NotImplementedError("A sub-mesh of a mesh over several processes is not supported yet.")
         grid = self.devices[tuple(indices.get(axis, slice(None)) for axis in self._axes)]
         rest = {axis: size for axis, size in self._axes.items() if axis not in indices} or {DATA: 1}
-        return Mesh(rest, devices=[_short(name) for name in np.ravel(grid)])
+        return Mesh(rest, devices=list(np.ravel(grid)))
 
     def layout(self, spec: Iterable[str | None]) -> dtensor.Layout:
         """TensorFlow's layout object for one axis name, or None for not split, per dim of a tensor."""
@@ -167,9 +174,6 @@ class Mesh:
                 f"device{'s' * (have != 1)}. Name devices that exist."
             )
         return list(self._devices)
-
-    def _global_names(self) -> list[str]:
-        return [f"{self._device_type}:{i}" for i in range(self.size)]
 
 
 def _parse(axes: str | Mapping[str, int]) -> dict[str, int]:

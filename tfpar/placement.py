@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -69,10 +68,11 @@ class Placement:
                 _, spec = rules.match(path, variable.shape, self._mesh)
                 compat.native(variable).place(self._mesh.layout(spec))
 
-    def rule_for(self, model: keras.Model, path: str, shape: tuple[int, ...]) -> str | None:
-        """The pattern that decided a model variable's layout, None where no rule did."""
+    def reason(self, model: keras.Model, path: str, shape: tuple[int, ...]) -> str:
+        """Why a model's variable has its layout: the rule that matched, or that none did."""
         rules = self._plan_for(model) if self._plan else self._rules
-        return rules.match(path, shape, self._mesh)[0]
+        pattern, _ = rules.match(path, shape, self._mesh)
+        return "no rule matches" if pattern is None else f"rule {pattern!r}"
 
     def _plan_for(self, model: keras.Model) -> LayoutMap:
         rules = _as_layout_map(self._plan(model))
@@ -114,7 +114,3 @@ def _spread(shape: tf.TensorShape, mesh: Mesh) -> Spec:
             spec[max(free, key=lambda dim: shape[dim])] = axis
     return tuple(spec)
 
-
-def replication(spec: Spec, mesh: Mesh) -> int:
-    """How many devices hold a copy of each cell of a variable with this layout."""
-    return mesh.size // math.prod(mesh.axes[axis] for axis in spec if axis is not None)

@@ -60,7 +60,7 @@ class GlobalViewTrainer:
 def _step(model: keras.Model, step: Callable) -> Callable[[Any], Any]:
     """One step on one host batch, traced for the mesh once the model is known and checked."""
     strategy = model.distribute_strategy
-    errors.check_model(model, strategy)
+    strategy.check_owns(model)
     if model.jit_compile:
         raise errors.jit_compile(strategy)
 

@@ -90,15 +90,19 @@ class MeshVariable(dtensor.DVariable):
     # DTensor's own checkpoints have another format; the base class writes what one device writes.
     _gather_saveables_for_checkpoint = compat.Trackable._gather_saveables_for_checkpoint
 
+    @property
+    def followers(self) -> list[MeshVariable]:
+        """The variables that take over this one's layout: an optimizer's slots."""
+        return [follower for follower in (reference() for reference in self._followers) if follower is not None]
+
     def place(self, layout: dtensor.Layout) -> None:
         """Moves the value, and all that follows this variable, to another layout or mesh."""
         if layout != self.layout:
             moved = dtensor.DVariable(transfer.to_mesh(self.shards(), layout), dtype=self.dtype, name=self._handle_name[:-2])
             self._handle, self._handle_deleter = moved._handle, getattr(moved, "_handle_deleter", None)
             self.layout = layout
-        for follower in (reference() for reference in self._followers):
-            if follower is not None:
-                follower.place(layout)
+        for follower in self.followers:
+            follower.place(layout)
 
     def shards(self) -> tf.Tensor:
         """The value as a DTensor, eagerly, without gathering it."""

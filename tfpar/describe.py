@@ -1,0 +1,177 @@
+"""The layout table of a model: what each device holds, as text and as rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfpar import compat, transfer
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One variable.
+
+    Attributes:
+        kind: "weight", "state" (not trained: statistics, seeds) or "slot" (of the optimizer).
+        path: the Keras path.
+        shape: all dims, before splitting.
+        dtype: such as "float32".
+        layout: per dim the axis that splits it, or None.
+        bytes: of the whole variable.
+        device_bytes: of the part that each device holds.
+        reason: the layout rule that matched, or why there is none.
+        owner: for a slot, the path of its weight; None for the optimizer's scalars.
+    """
+
+    kind: str
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    layout: tuple[str | None, ...]
+    bytes: int
+    device_bytes: int
+    reason: str
+    owner: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """The variables of a model on a mesh; `str()` is a printable table.
+
+    Attributes:
+        title: model and strategy.
+        rows: one per variable, in the model's order, the optimizer's after them.
+    """
+
+    title: str
+    rows: tuple[Row, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all variables, each counted once."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of variables that each device holds."""
+        return sum(row.device_bytes for row in self.rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __str__(self) -> str:
+        slots: dict[str | None, list[Row]] = {}
+        for row in self.rows:
+            if row.kind == "slot":
+                slots.setdefault(row.owner, []).append(row)
+        lines = [_HEADER, *(_cells(row, slots.get(row.path, [])) for row in self.rows if row.kind != "slot")]
+        rest = slots.get(None, [])
+        if rest:
+            lines.append((f"optimizer: {len(rest)} scalars", "", "", "replicated", *_sizes([], rest)))
+        own = [row for row in self.rows if row.kind != "slot"]
+        lines.append(("total", "", "", f"{len(self.rows)} variables", *_sizes(own, sum(slots.values(), []))))
+        widths = [max(len(line[i]) for line in lines) for i in range(len(_HEADER))]
+        text = [_join(line, widths) for line in lines]
+        rule = "-" * max(map(len, text))
+        footer = f"Each device holds {_size(self.device_bytes)} of {_size(self.bytes)}."
+        return "\n".join([self.title, rule, text[0], rule, *text[1:-1], rule, text[-1], footer])
+
+    __repr__ = __str__
+
+
+_HEADER = ("variable", "shape", "dtype", "layout", "whole", "per device", "slots per device")
+
+
+def describe(strategy: Any, model: keras.Model) -> Description:
+    """Describes a built model and its optimizer, whose slots are made now if the model is compiled.
+
+    Args:
+        strategy: the strategy whose scope the model was made in.
+        model: a model with variables.
+
+    Returns:
+        A `Description`. Layouts that depend on the whole model are decided now.
+
+    Raises:
+        ValueError: the model has no variables yet, or a layout rule does not fit it.
+    """
+    if not model.variables:
+        raise ValueError(
+            f"The model {model.name!r} has no variables yet, so there is nothing to describe. Build it first: give it an "
+            "Input, call it on a batch, or call model.build(shape)."
+        )
+    strategy.check_owns(model)
+    strategy.placement.settle(model)
+    weights = {id(variable) for variable in model.trainable_variables}
+    rows = [
+        _row("weight" if id(v) in weights else "state", v, strategy.placement.reason(model, v.path, v.shape))
+        for v in model.variables
+    ]
+    rows += _slots(model)
+    return Description(f"{model.name} under {strategy!r}", tuple(rows))
+
+
+def _slots(model: keras.Model) -> list[Row]:
+    optimizer = model.optimizer
+    if optimizer is None:
+        return []
+    if not optimizer.built:
+        with model.distribute_strategy.scope():
+            optimizer.build(model.trainable_variables)
+    owners = {
+        id(slot): weight.path for weight in model.trainable_variables for slot in compat.native(weight).followers
+    }
+    rows = []
+    for variable in optimizer.variables:
+        owner = owners.get(id(compat.native(variable)))
+        row = _row("slot", variable, "optimizer state" if owner is None else "as its weight")
+        rows.append(dataclasses.replace(row, owner=owner))
+    return rows
+
+
+def _row(kind: str, variable: keras.Variable, reason: str) -> Row:
+    native = compat.native(variable)
+    layout, dtype = native.layout, tf.as_dtype(native.dtype)
+    shape = tuple(native.shape)
+    return Row(
+        kind=kind,
+        path=variable.path,
+        shape=shape,
+        dtype=dtype.name,
+        layout=tuple(None if axis == dtensor.UNSHARDED else axis for axis in layout.sharding_specs),
+        bytes=native.shape.num_elements() * dtype.size,
+        device_bytes=transfer.bytes_per_device(layout, shape, dtype),
+        reason=reason,
+    )
+
+
+def _cells(row: Row, slots: list[Row]) -> tuple[str, ...]:
+    layout = ", ".join(axis or "-" for axis in row.layout) if any(row.layout) else "replicated"
+    shape = " × ".join(str(dim) for dim in row.shape) or "scalar"
+    return row.path, shape, row.dtype, layout, *_sizes([row], slots)
+
+
+def _sizes(own: list[Row], slots: list[Row]) -> tuple[str, str, str]:
+    whole, device = sum(row.bytes for row in own), sum(row.device_bytes for row in own)
+    held = sum(row.device_bytes for row in slots)
+    return tuple(_size(number) if rows else "" for number, rows in ((whole, own), (device, own), (held, slots)))
+
+
+def _join(cells: tuple[str, ...], widths: list[int]) -> str:
+    """Text to the left, sizes to the right."""
+    parts = [cell.rjust(width) if i >= 4 else cell.ljust(width) for i, (cell, width) in enumerate(zip(cells, widths))]
+    return "  ".join(parts).rstrip()
+
+
+def _size(number: int) -> str:
+    """1536 gives "1.5 KiB"."""
+    size, units = float(number), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
