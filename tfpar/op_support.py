@@ -37,6 +37,9 @@ REPLICATED = (
     "DepthwiseConv2dNativeBackpropInput",
     "LRN",
     "LRNGrad",
+    # Order and structure
+    "ReverseV2",
+    "MatrixDiagPartV3",
     # Element-wise and cumulative
     "Cumprod",
     "SoftsignGrad",

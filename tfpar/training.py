@@ -83,10 +83,13 @@ def _step(model: keras.Model, step: Callable) -> Callable[[Any], Any]:
 
 
 class _Traced:
-    """A step as a tf.function; operations that TensorFlow cannot partition run replicated, with a warning."""
+    """A step as a tf.function; operations that TensorFlow cannot partition run replicated, with a warning.
+
+    A refused step is traced anew before it is tried again: TensorFlow crashes on a function that it failed to partition.
+    """
 
     def __init__(self, run: Callable[[Any], Any]):
-        self._function = tf.function(run)
+        self._run, self._function = run, tf.function(run)
         self._graphs_seen = 0
 
     def __call__(self, batch: Any) -> Any:
@@ -99,6 +102,7 @@ class _Traced:
                     raise
                 op_support.replicate(operation)
                 self._warn(batch, (operation,))
+                self._function = tf.function(self._run)
                 continue
             if self._function.experimental_get_tracing_count() > self._graphs_seen:
                 self._graphs_seen = self._function.experimental_get_tracing_count()

@@ -91,6 +91,20 @@ class MeshVariable(dtensor.DVariable):
     _gather_saveables_for_checkpoint = compat.Trackable._gather_saveables_for_checkpoint
 
     @property
+    def handle(self) -> tf.Tensor:
+        """The resource that holds the shards."""
+        return self._shards_handle
+
+    @property
+    def _handle(self) -> Any:
+        """A proxy: TensorFlow's eager fast path takes only the resource itself, to read past `_read_variable_op`."""
+        return weakref.proxy(self._shards_handle)
+
+    @_handle.setter
+    def _handle(self, handle: tf.Tensor) -> None:
+        self._shards_handle = handle
+
+    @property
     def followers(self) -> list[MeshVariable]:
         """The variables that take over this one's layout: an optimizer's slots."""
         return [follower for follower in (reference() for reference in self._followers) if follower is not None]
@@ -99,7 +113,7 @@ class MeshVariable(dtensor.DVariable):
         """Moves the value, and all that follows this variable, to another layout or mesh."""
         if layout != self.layout:
             moved = dtensor.DVariable(transfer.to_mesh(self.shards(), layout), dtype=self.dtype, name=self._handle_name[:-2])
-            self._handle, self._handle_deleter = moved._handle, getattr(moved, "_handle_deleter", None)
+            self._handle = moved.handle
             self.layout = layout
         for follower in self.followers:
             follower.place(layout)
@@ -107,7 +121,7 @@ class MeshVariable(dtensor.DVariable):
     def shards(self) -> tf.Tensor:
         """The value as a DTensor, eagerly, without gathering it."""
         with dtensor.default_mesh(self.layout.mesh):
-            return tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=self.dtype)
+            return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)
 
     def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
         if self._in_step("read"):
@@ -123,7 +137,7 @@ class MeshVariable(dtensor.DVariable):
                 lambda: transfer.to_host(self.shards()), tf.TensorSpec(self.shape, self.dtype), key=("tfpar", id(self))
             )
         compat.watch(self)
-        compat.record_read(value, self._handle)
+        compat.record_read(value, self.handle)
         return value
 
     def read_value_no_copy(self) -> tf.Tensor:
@@ -153,7 +167,7 @@ class MeshVariable(dtensor.DVariable):
             raise ValueError(f"The variable {self.path!r} has the shape {self.shape}, got a value of shape {value.shape}.")
         shards = transfer.to_mesh(value, self.layout)
         with dtensor.default_mesh(self.layout.mesh):
-            tf.raw_ops.AssignVariableOp(resource=self._handle, value=shards)
+            tf.raw_ops.AssignVariableOp(resource=self.handle, value=shards)
         return self if read_value else None
 
     def assign_add(self, delta: Any, use_locking=None, name=None, read_value: bool = True):
