@@ -42,6 +42,9 @@ from keras.src.losses import loss as keras_loss
 from tensorflow.python.eager import context as tf_context
 from tensorflow.python.eager import record as tf_record
 from tensorflow.python.eager import tape as tf_tape
+
+# Where every Python call and every gradient of an operation passes; see `route`.
+from tensorflow.python.ops import array_ops, gen_array_ops, gen_nn_ops
 from tensorflow.python.saved_model import save_context as tf_save_context
 from tensorflow.python.trackable.base import Trackable, VARIABLE_VALUE_KEY
 
@@ -157,6 +160,23 @@ def accept_mesh_datasets() -> None:
     data_adapters.is_tf_dataset = is_tf_dataset
 
 
+def route(operation: str, wrapper: Callable[[Callable], Callable]) -> None:
+    """Wraps the Python function that adds one kind of operation to a graph, for callers in TensorFlow and Keras alike.
+
+    DTensor partitions some operations wrongly without an error; their inputs must change before they are added.
+
+    Args:
+        operation: the function's name in `gen_array_ops`, `gen_nn_ops` or `array_ops`, such as "scatter_nd".
+        wrapper: takes the original function, returns the replacement.
+    """
+    modules = (gen_array_ops, gen_nn_ops, array_ops)
+    original = next(getattr(module, operation) for module in modules if hasattr(module, operation))
+    replacement = functools.wraps(original)(wrapper(original))
+    for module in (*modules, tf):
+        if getattr(module, operation, None) is original:
+            setattr(module, operation, replacement)
+
+
 def unroll_recurrence(in_step: Callable[[], bool]) -> None:
     """Unrolls recurrent layers in a step on a mesh.
 
@@ -208,6 +228,7 @@ __all__ = [
     "keep_losses_global",
     "native",
     "record_read",
+    "route",
     "strategy_of",
     "symbolic_build",
     "tensorflow_has_started",

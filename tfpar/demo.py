@@ -1,6 +1,6 @@
 """The demo: a small GPT learns English on a mesh, then the same training runs on one device.
 
-    python -m tfpar.demo --mesh=data=2,model=2 --steps=200
+    python -m tfpar.demo --mesh=data=2,model=2 --steps=300
 
 The text is the help pages inside every CPython, so nothing is downloaded. All numbers repeat with the same `--seed`.
 """
@@ -32,7 +32,7 @@ flags.DEFINE_integer("length", 64, "Characters per sequence.", lower_bound=2, up
 flags.DEFINE_integer("width", 128, "Features per character.", lower_bound=1)
 flags.DEFINE_integer("depth", 2, "Blocks.", lower_bound=1)
 flags.DEFINE_integer("heads", 4, "Attention heads per block; they must divide the width.", lower_bound=1)
-flags.DEFINE_float("learning_rate", 3e-3, "Adam's.", lower_bound=0.0)
+flags.DEFINE_float("learning_rate", 2e-3, "Adam's.", lower_bound=0.0)
 flags.DEFINE_integer("seed", 0, "Of weights, data and sampling.", lower_bound=0)
 flags.DEFINE_bool("compare", True, "Train the same on one device afterwards.")
 flags.DEFINE_integer("sample_length", 300, "Characters to sample from the trained model.", lower_bound=0)
@@ -109,9 +109,9 @@ def windows(ids: np.ndarray, count: int, length: int, rng: np.random.Generator) 
 def load(text: str, *, steps: int, batch: int, length: int, seed: int) -> Data:
     """Sequences from the first nine tenths of a text for training, and 4 batches from the rest."""
     ids, vocabulary = encode(text)
-    rng, cut = np.random.default_rng(seed), len(ids) * 9 // 10
-    train = windows(ids[:cut], steps * batch, length, rng)
-    return Data(vocabulary, train, windows(ids[cut:], 4 * batch, length, rng))
+    cut = len(ids) * 9 // 10
+    train = windows(ids[:cut], steps * batch, length, np.random.default_rng(seed))
+    return Data(vocabulary, train, windows(ids[cut:], 4 * batch, length, np.random.default_rng(seed)))
 
 
 def build(strategy: tfpar.HybridStrategy | None, sizes: dict[str, int], learning_rate: float, seed: int) -> keras.Model:

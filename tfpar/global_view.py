@@ -142,7 +142,9 @@ class GlobalViewExtended(tf.distribute.StrategyExtended):
     @property
     def _num_replicas_in_sync(self) -> int:
         """1 inside a step, where Keras and TensorFlow divide by it; the data-parallel size where users multiply by it."""
-        return 1 if not tf.distribute.in_cross_replica_context() or variables.step_owner() else self._mesh.data_size
+        is_current = tf.distribute.get_strategy() is self._container_strategy()
+        in_step = is_current and (not tf.distribute.in_cross_replica_context() or variables.step_owner() is not None)
+        return 1 if in_step else self._mesh.data_size
 
     def _use_merge_call(self) -> bool:
         return False  # Keras' optimizer then stays in the one context
