@@ -1,7 +1,7 @@
 """Layout rules of `gpt.py`: heads and MLP split over the axis `model`, as in Megatron-LM (arXiv 1909.08053).
 
-    query, key, value, up    split by columns (heads, hidden features): no communication
-    attention output, down   split by rows: one all-reduce each, forward and backward
+query, key, value, up    split by columns (heads, hidden features): no communication
+attention output, down   split by rows: one all-reduce each, forward and backward
 """
 
 from __future__ import annotations

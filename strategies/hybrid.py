@@ -21,7 +21,7 @@ class HybridStrategy(GlobalViewStrategy):
 
     >>> strategy = tfpar.HybridStrategy(
     ...     mesh="data=2,model=2",
-    ...     layouts=tfpar.LayoutMap({r"up/kernel": (None, "model"), r"down/kernel": ("model", None)}),
+    ...     layouts=tfpar.LayoutMap({r".*up/kernel": (None, "model"), r".*down/kernel": ("model", None)}),
     ... )
     >>> with strategy.scope():
     ...     model = keras.Sequential([

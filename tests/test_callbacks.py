@@ -135,7 +135,11 @@ def test_metrics_built_in_and_of_the_user(float64):
 
     def build():
         probability = keras.Sequential(
-            [keras.Input((8,)), keras.layers.Dense(8, name="up"), keras.layers.Dense(1, activation="sigmoid", name="out")]
+            [
+                keras.Input((8,)),
+                keras.layers.Dense(8, name="up"),
+                keras.layers.Dense(1, activation="sigmoid", name="out"),
+            ]
         )
         measures = [
             keras.metrics.AUC(name="auc"),

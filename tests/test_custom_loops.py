@@ -18,7 +18,11 @@ def scalar_loss(y, p):
 
 @pytest.mark.parametrize(
     "loss",
-    [lambda: scalar_loss, lambda: keras.losses.MeanSquaredError("sum"), lambda: keras.losses.Huber(reduction="mean_with_sample_weight")],
+    [
+        lambda: scalar_loss,
+        lambda: keras.losses.MeanSquaredError("sum"),
+        lambda: keras.losses.Huber(reduction="mean_with_sample_weight"),
+    ],
     ids=["scalar mean", "sum", "mean_with_sample_weight"],
 )
 def test_losses(loss, float64):
@@ -200,7 +204,12 @@ def test_values_from_a_function():
     value = strategy.experimental_distribute_values_from_function(
         lambda context: tf.fill([2], context.replica_id_in_sync_group * 10 + context.num_replicas_in_sync)
     )
-    assert [list(v.numpy()) for v in strategy.experimental_local_results(value)] == [[4, 4], [14, 14], [24, 24], [34, 34]]
+    assert [list(v.numpy()) for v in strategy.experimental_local_results(value)] == [
+        [4, 4],
+        [14, 14],
+        [24, 24],
+        [34, 34],
+    ]
 
 
 def test_eager_gradients_and_updates_of_a_model_on_a_mesh(float64):

@@ -8,7 +8,10 @@ import tensorflow as tf
 from keras import layers
 
 X, Y = parity.regression(24)
-EVALUATE = {"evaluate": lambda m: m.evaluate(X, Y, verbose=0, batch_size=8), "predict": lambda m: m.predict(X, verbose=0)}
+EVALUATE = {
+    "evaluate": lambda m: m.evaluate(X, Y, verbose=0, batch_size=8),
+    "predict": lambda m: m.predict(X, verbose=0),
+}
 
 
 class Batches(keras.utils.PyDataset):
@@ -68,21 +71,20 @@ def test_test_on_batch_and_dict_logs(float64):
 def two_towers():
     a, b = keras.Input((8,), name="a"), keras.Input((4,), name="b")
     h = layers.Concatenate()([layers.Dense(8, activation="tanh", name="up")(a), layers.Dense(8, name="side")(b)])
-    outputs = {"first": layers.Dense(1, name="first")(h), "second": layers.Dense(3, activation="softmax", name="second")(h)}
+    outputs = {
+        "first": layers.Dense(1, name="first")(h),
+        "second": layers.Dense(3, activation="softmax", name="second")(h),
+    }
     model = keras.Model({"a": a, "b": b}, outputs)
     losses = {"first": "mse", "second": "sparse_categorical_crossentropy"}
-    return parity.compiled(
-        model, loss=losses, loss_weights={"first": 1.0, "second": 0.5}, metrics={"second": ["accuracy"]}
-    )
+    return parity.compiled(model, loss=losses, loss_weights={"first": 1.0, "second": 0.5}, metrics={"second": ["accuracy"]})
 
 
 INPUTS = {"a": X, "b": X[:, :4]}
 TARGETS = {"first": Y, "second": np.arange(24) % 3}
 MULTI = {
     "dicts of numpy": lambda m: m.fit(INPUTS, TARGETS, batch_size=8, epochs=2, verbose=0),
-    "dicts in tf.data": lambda m: m.fit(
-        tf.data.Dataset.from_tensor_slices((INPUTS, TARGETS)).batch(8), epochs=2, verbose=0
-    ),
+    "dicts in tf.data": lambda m: m.fit(tf.data.Dataset.from_tensor_slices((INPUTS, TARGETS)).batch(8), epochs=2, verbose=0),
     "dict sample weights": lambda m: m.fit(
         INPUTS, TARGETS, sample_weight={"first": np.arange(24) / 9.0, "second": np.ones(24)}, batch_size=8, verbose=0
     ),
@@ -125,9 +127,7 @@ def test_distributed_datasets_are_accepted(float64):
     strategy = parity.strategy_for("data=2,model=2")
     distributed = strategy.experimental_distribute_dataset(dataset())
     one = parity.train(None, lambda: parity.compiled(parity.mlp()), lambda m: m.fit(dataset(), epochs=2, verbose=0))
-    many = parity.train(
-        strategy, lambda: parity.compiled(parity.mlp()), lambda m: m.fit(distributed, epochs=2, verbose=0)
-    )
+    many = parity.train(strategy, lambda: parity.compiled(parity.mlp()), lambda m: m.fit(distributed, epochs=2, verbose=0))
     parity.assert_close(one.history, many.history)
     parity.assert_close(one.weights, many.weights)
 

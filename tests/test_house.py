@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"tfpar": "tfpar", "strategies": "tfpar.strategies", "models": "tfpar.models"}
 LONGEST_FILE = 400
-PRIVATE = ("tensorflow.python", "keras.src")
+PRIVATE = ("tensorflow.python", "tensorflow.dtensor", "keras.src")
 
 
 def module_name(file: Path) -> str:

@@ -85,10 +85,7 @@ def test_files_have_the_same_entries(tmp_path, float64):
     assert a.keys() == b.keys()
     for key in a:
         np.testing.assert_allclose(a[key], b[key], rtol=0, atol=1e-9)
-    a, b = (
-        {name: shape for name, shape in tf.train.list_variables(save_checkpoint(m, str(tmp_path / n)))}
-        for m, n in ((one, "a"), (many, "b"))
-    )
+    a, b = (dict(tf.train.list_variables(save_checkpoint(m, str(tmp_path / n)))) for m, n in ((one, "a"), (many, "b")))
     assert a == b
 
 

@@ -24,6 +24,7 @@ if keras.backend.backend() != "tensorflow":
         "variable KERAS_BACKEND=tensorflow before keras is imported."
     )
 
+# Whether DTensor's device exists already; see `start_dtensor`.
 # Public as tf.experimental.dtensor, without these three: the device that tells whether a tensor is a DTensor of any
 # mesh, the resource that a variable holds, and the tape that records our own gather of a variable's shards.
 from keras.src import backend as keras_backend
@@ -32,21 +33,20 @@ from keras.src.backend.common import global_state
 # The scope that gives a variable its path ("block/dense/kernel") has no public reader.
 from keras.src.backend.common.name_scope import current_path as variable_path_prefix
 
-# `fit` takes a distributed dataset only if its class has TensorFlow's own private name; see `accept_mesh_datasets`.
-from keras.src.trainers import data_adapters
-
 # Keras divides losses by the number of replicas; see `keep_losses_global`.
 from keras.src.losses import loss as keras_loss
 
+# `fit` takes a distributed dataset only if its class has TensorFlow's own private name; see `accept_mesh_datasets`.
+from keras.src.trainers import data_adapters
+from tensorflow.dtensor.python import api as dtensor_api
+
 # TensorFlow's own flag: a SavedModel is being written, so variables must be captured by their handles.
-from tensorflow.python.eager import context as tf_context
-from tensorflow.python.eager import record as tf_record
-from tensorflow.python.eager import tape as tf_tape
+from tensorflow.python.eager import context as tf_context, record as tf_record, tape as tf_tape
 
 # Where every Python call and every gradient of an operation passes; see `route`.
 from tensorflow.python.ops import array_ops, gen_array_ops, gen_nn_ops
 from tensorflow.python.saved_model import save_context as tf_save_context
-from tensorflow.python.trackable.base import Trackable, VARIABLE_VALUE_KEY
+from tensorflow.python.trackable.base import VARIABLE_VALUE_KEY, Trackable
 
 TensorFlowTrainer = next(c for c in keras.Model.__mro__ if c.__name__ == "TensorFlowTrainer")
 
@@ -57,6 +57,16 @@ def tensorflow_has_started() -> bool:
     Public TensorFlow can only find out by trying to change them.
     """
     return tf_context.context()._initialized
+
+
+def start_dtensor() -> None:
+    """Makes DTensor's device, unless there is one, such that the failure of a step is raised by that step.
+
+    The default is asynchronous: the failure surfaces at some later operation, and all that follows fails with it.
+    Accelerators run ahead of the host either way.
+    """
+    if dtensor_api._dtensor_singleton is None:
+        dtensor_api.reset_dtensor_device(is_async=False)
 
 
 def in_saved_model_export() -> bool:
@@ -229,6 +239,7 @@ __all__ = [
     "native",
     "record_read",
     "route",
+    "start_dtensor",
     "strategy_of",
     "symbolic_build",
     "tensorflow_has_started",

@@ -149,20 +149,30 @@ def sample(
     return "".join(vocabulary[i] for i in ids)
 
 
-def comparison(mesh: str, on_mesh: Result, on_one: Result) -> str:
-    """A table of both trainings' losses and their difference."""
+def comparison(mesh: str, on_mesh: Result, on_one: Result, apart: float) -> str:
+    """A table of both trainings' losses and differences; `apart` is that of the predicted probabilities."""
     rows = [
-        (f"mesh {mesh}", f"{on_mesh.after:.6f}"),
-        ("one device", f"{on_one.after:.6f}"),
-        ("difference", f"{abs(on_mesh.after - on_one.after):.1e}"),
+        (f"loss on the mesh {mesh}", f"{on_mesh.after:.6f}"),
+        ("loss on one device", f"{on_one.after:.6f}"),
+        ("difference of the losses", f"{abs(on_mesh.after - on_one.after):.1e}"),
+        ("largest difference of a predicted probability", f"{apart:.1e}"),
     ]
     width = max(len(name) for name, _ in rows)
-    return "\n".join(f"  {name:<{width}}  {loss}" for name, loss in rows)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def largest_difference(model: keras.Model, other: keras.Model, data: Data, batch: int) -> float:
+    """How far any two predicted probabilities of two models are apart on the held-out text, at most."""
+    ids, _ = data.held_out
+    one, two = (tf.nn.softmax(m.predict(ids, batch_size=batch, verbose=0)) for m in (model, other))
+    return float(tf.reduce_max(tf.abs(one - two)))
 
 
 def speed(result: Result) -> str:
     """A result's speed as text."""
-    return "not measured with one step" if result.speed is None else f"{result.speed:,.0f} tokens per second"
+    if result.speed is None:
+        return "Speed: not measured with one step."
+    return f"Speed: {result.speed:,.0f} tokens per second, the first step left out."
 
 
 def python() -> str:
@@ -188,10 +198,10 @@ def main(argv: list[str]) -> None:
 
     print(f"Mesh {mesh}: {mesh.size} {mesh.device_type} devices.\n")
     print(strategy.describe(model))
-    print(f"\n{FLAGS.steps} steps of {FLAGS.batch} × {FLAGS.length} characters of Python's help pages on the mesh:")
+    print(f"\nTraining on the mesh, on Python's help pages ({FLAGS.batch} × {FLAGS.length} characters per step):")
     on_mesh = train(model, data, FLAGS.batch)
     print(f"Loss per character on text kept back: {on_mesh.before:.3f} before, {on_mesh.after:.3f} after.")
-    print(f"{speed(on_mesh)}, the first step left out.")
+    print(speed(on_mesh))
     if FLAGS.sample_length:
         print("\nThe trained model continues 'The ':\n")
         print(sample(model, data.vocabulary, FLAGS.sample_length, start="The ", seed=FLAGS.seed))
@@ -199,9 +209,10 @@ def main(argv: list[str]) -> None:
     if FLAGS.compare:
         print("\nThe same model, data and seed on one device:")
         with tf.device(f"{mesh.device_type}:0"):
-            on_one = train(build(None, sizes, FLAGS.learning_rate, FLAGS.seed), data, FLAGS.batch)
-        print(f"{speed(on_one)}, the first step left out.\n\nLoss per character on text kept back:")
-        print(comparison(str(mesh), on_mesh, on_one))
+            single = build(None, sizes, FLAGS.learning_rate, FLAGS.seed)
+            on_one = train(single, data, FLAGS.batch)
+        print(f"{speed(on_one)}\n\nAfter training, on text kept back:")
+        print(comparison(str(mesh), on_mesh, on_one, largest_difference(model, single, data, FLAGS.batch)))
         if mesh.device_type == "CPU":
             print("CPU devices of a mesh share this machine's cores: they show that the numbers agree, not a speed-up.")
     print(f"\nTry another mesh: {python()} -m tfpar.demo --mesh=data=4 --steps=200")

@@ -124,9 +124,7 @@ def _slots(model: keras.Model) -> list[Row]:
     if not optimizer.built:
         with model.distribute_strategy.scope():
             optimizer.build(model.trainable_variables)
-    owners = {
-        id(slot): weight.path for weight in model.trainable_variables for slot in compat.native(weight).followers
-    }
+    owners = {id(slot): weight.path for weight in model.trainable_variables for slot in compat.native(weight).followers}
     rows = []
     for variable in optimizer.variables:
         owner = owners.get(id(compat.native(variable)))

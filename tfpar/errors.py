@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfpar import compat
 from tfpar.variables import MeshVariable
+
+_OPERATION = re.compile(r"'tf\.(\w+)' op")
 
 
 def outside_scope(model: keras.Model, strategy: Any) -> ValueError:
@@ -36,7 +41,8 @@ def check_model(model: keras.Model, strategy: Any) -> None:
     owners = [("model", model.name, model.variables)]
     if getattr(model, "optimizer", None) is not None:
         owners.append(("optimizer", model.optimizer.name, model.optimizer.variables))
-    owners += [("metric", metric.name, metric.variables) for metric in model.metrics]
+    metrics = [inner for metric in model.metrics for inner in getattr(metric, "metrics", [metric])]
+    owners += [("metric", metric.name, metric.variables) for metric in metrics]
     for kind, name, variables in owners:
         for variable in variables:
             native = compat.native(variable)
@@ -45,21 +51,42 @@ def check_model(model: keras.Model, strategy: Any) -> None:
                 continue
             where = "outside every strategy's scope" if made_under is None else f"under {made_under!r}"
             raise ValueError(
-                f"The {kind} {name!r} was made {where}: its variable {variable.path!r} is not on the mesh of {strategy!r}. "
-                f"Make the {kind} inside `with strategy.scope():` (for an optimizer or a metric, call compile there too)."
+                f"The {kind} {name!r} was made {where}: its variable {variable.path!r} is not on the mesh of "
+                f"{strategy!r}. Make the {kind} inside `with strategy.scope():`, and call compile there too."
             )
 
 
+def warn_if_nan(model: keras.Model, logs: Any) -> None:
+    """Warns once per model where a step's loss was not a number."""
+    loss = logs.get("loss") if isinstance(logs, dict) else None
+    if loss is None or getattr(model, "_tfpar_warned_nan", False) or not np.isnan(np.asarray(loss)).any():
+        return
+    model._tfpar_warned_nan = True
+    warnings.warn(
+        f"The loss of the model {model.name!r} is NaN, expected a number; the weights are lost. Look for NaN in "
+        "the data, lower the learning rate or clip gradients (clipnorm=1.0); keras.callbacks.TerminateOnNaN() stops it.",
+        stacklevel=2,
+    )
+
+
 @contextlib.contextmanager
-def explained(strategy: Any) -> Iterator[None]:
-    """Puts a sentence above TensorFlow's own text where partitioning a step fails."""
+def explained(model: keras.Model, strategy: Any) -> Iterator[None]:
+    """Puts a sentence above TensorFlow's own text where it cannot partition or run a step."""
     try:
         yield
     except tf.errors.OpError as error:
-        raise type(error)(error.node_def, error.op, _explanation(error, strategy)) from error
+        raise type(error)(error.node_def, error.op, _explanation(error, model, strategy)) from error
 
 
-def _explanation(error: tf.errors.OpError, strategy: Any) -> str:
+def _explanation(error: tf.errors.OpError, model: keras.Model, strategy: Any) -> str:
+    operation = _OPERATION.search(error.message)
+    partitioning = operation or "dtensor" in error.message.lower() or "SPMD" in error.message
+    if not partitioning:
+        return f"A step of the model {model.name!r} under {strategy!r} failed: {error.message}"
+    named = f" at the operation {operation[1]}" if operation else ""
     return (
-        f"TensorFlow could not run a step under {strategy!r}. What it said, for a report:\n\n{error.message}"
+        f"TensorFlow could not run a step of the model {model.name!r} on the mesh {strategy.mesh}{named}: some dim of its "
+        "inputs is split in a way that it cannot compute on. Replicate the variables of the layer that uses it (remove "
+        "their layout rules), or make the layer's batch dim the only one that is split. TensorFlow's own words:\n\n"
+        f"{error.message}"
     )

@@ -6,7 +6,6 @@ whole: the same numbers, only the work is repeated for that one batch.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,8 +16,14 @@ from tfpar import transfer
 from tfpar.mesh import DATA, Mesh
 
 _UNSPLITTABLE = {
-    tf.RaggedTensor: "a ragged tensor; make it dense first, for example dataset.map(lambda x, y: (x.to_tensor(), y))",
-    tf.SparseTensor: "a sparse tensor; make it dense first, for example dataset.map(lambda x, y: (tf.sparse.to_dense(x), y))",
+    (
+        tf.RaggedTensor,
+        tf.RaggedTensorSpec,
+    ): "a ragged tensor; make it dense first, for example dataset.map(lambda x, y: (x.to_tensor(), y))",
+    (
+        tf.SparseTensor,
+        tf.SparseTensorSpec,
+    ): "a sparse tensor; make it dense first, for example dataset.map(lambda x, y: (tf.sparse.to_dense(x), y))",
 }
 
 
@@ -60,8 +65,8 @@ def _is_absent(leaf: Any) -> bool:
 
 
 def _refuse(leaf: Any) -> None:
-    for kind, mend in _UNSPLITTABLE.items():
-        if isinstance(leaf, kind):
+    for kinds, mend in _UNSPLITTABLE.items():
+        if isinstance(leaf, kinds):
             raise ValueError(f"A batch on a mesh holds dense tensors, got {mend}.")
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if dtype is not None and tf.as_dtype(dtype) == tf.string:
@@ -69,7 +74,7 @@ def _refuse(leaf: Any) -> None:
             "A batch on a mesh holds numbers, got text. Turn text into ids in the input pipeline, for example "
             "dataset.map(lambda x, y: (vectorize(x), y)), rather than in the model."
         )
-    if shape is not None and len(shape) and shape[0] == 0:
+    if shape is not None and shape[:1] == (0,):
         raise ValueError(
             f"Got a batch with no examples (shape {tuple(shape)}). Drop empty batches, for example with "
             "dataset.filter(lambda x, y: tf.shape(x)[0] > 0)."
@@ -86,9 +91,9 @@ class MeshDataset(tf.distribute.DistributedDataset):
             the dataset is a global batch.
     """
 
-    def __init__(
-        self, dataset: tf.data.Dataset, mesh: Mesh, group: Callable[[Iterator], Iterator] | None = None
-    ):
+    def __init__(self, dataset: tf.data.Dataset, mesh: Mesh, group: Callable[[Iterator], Iterator] | None = None):
+        for spec in tf.nest.flatten(dataset.element_spec):
+            _refuse(spec)
         self._dataset, self._mesh, self._group = dataset, mesh, group or (lambda batches: batches)
 
     def __iter__(self) -> Iterator[Any]:
@@ -135,13 +140,3 @@ def concatenate_groups(size: int) -> Callable[[Iterator], Iterator]:
             yield tf.nest.map_structure(lambda *leaves: tf.concat(leaves, 0), *parts)
 
     return group
-
-
-def warn_if_always_replicated(batch_size: int, mesh: Mesh) -> None:
-    """Warns where no full batch can be split, so that a data-parallel mesh would only repeat work."""
-    if batch_size % mesh.data_size:
-        warnings.warn(
-            f"The batch size {batch_size} is not a multiple of the axis data={mesh.data_size}, so every device computes the "
-            f"whole batch. Use a multiple of {mesh.data_size}.",
-            stacklevel=2,
-        )

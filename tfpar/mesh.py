@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from tensorflow.experimental import dtensor
 
-from tfpar import devices as device_lib
+from tfpar import compat, devices as device_lib
 
 DATA = "data"
 _AXIS = re.compile(r"^\s*([A-Za-z_]\w*)\s*=\s*(-?\d+)\s*$")
@@ -108,6 +108,7 @@ class Mesh:
         """TensorFlow's own mesh object. The first use makes the devices and starts TensorFlow."""
         dims = list(self._axes.items())
         local = device_lib.prepare(self._device_type, self.size) if self._devices is None else self._given_devices()
+        compat.start_dtensor()
         if dtensor.num_clients() > 1:
             return dtensor.create_distributed_mesh(dims, local_devices=local, device_type=self._device_type)
         return dtensor.create_mesh(dims, devices=local)

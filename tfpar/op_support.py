@@ -80,8 +80,8 @@ def warn_replicated(graph: tf.Graph, operations: tuple[str, ...] = REPLICATED) -
         if operation.type in wanted and operation.type not in _warned:
             _warned.add(operation.type)
             warnings.warn(
-                f"TensorFlow cannot partition the operation {operation.type} (in {_layer(operation.name)!r}): its inputs are "
-                "gathered and every device computes the whole of it. The numbers are right; this part is not sped up.",
+                f"TensorFlow cannot partition the operation {operation.type} (in {_layer(operation.name)!r}): its inputs "
+                "are gathered and every device computes the whole of it. The numbers are right; this part is not sped up.",
                 stacklevel=2,
             )
 

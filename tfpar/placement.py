@@ -1,14 +1,15 @@
 """Placement: when and how a variable gets its layout.
 
-    1. `create`   a model's variable is made. If its layout is known (a LayoutMap), it gets it at once. If layouts need
-                  the whole model, the variable waits, spread over all devices, so that none holds more than its share.
-    2. use        summary, get_weights, load_weights and model(x) work in either state.
-    3. `settle`   before the first step the model is known: rules are checked against it and waiting variables are moved
-                  one by one, with the slots that follow them.
+1. `create`   a model's variable is made. If its layout is known (a LayoutMap), it gets it at once. If layouts need
+              the whole model, the variable waits, spread over all devices, so that none holds more than its share.
+2. use        summary, get_weights, load_weights and model(x) work in either state.
+3. `settle`   before the first step the model is known: rules are checked against it and waiting variables are moved
+              one by one, with the slots that follow them.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from tfpar.layouts import LayoutMap, Spec
 from tfpar.mesh import DATA, Mesh
 from tfpar.variables import MeshVariable
 
+MODEL = "model"
 Layouts = LayoutMap | Mapping[str, Any] | Callable[[keras.Model], LayoutMap] | None
 
 
@@ -37,6 +39,8 @@ class Placement:
         self._plan = layouts if callable(layouts) and not isinstance(layouts, Mapping) else None
         self._rules = LayoutMap() if self._plan or layouts is None else _as_layout_map(layouts)
         self._rules.check_axes(mesh)
+        if self._plan is None:
+            _check_axes_used(mesh, self._rules)
 
     def create(self, strategy: tf.distribute.Strategy, **kwargs) -> MeshVariable:
         """Makes a variable with the arguments of a `tf.Variable` creator."""
@@ -101,6 +105,23 @@ def _as_layout_map(layouts: Any) -> LayoutMap:
     )
 
 
+def _check_axes_used(mesh: Mesh, rules: LayoutMap) -> None:
+    """An axis that splits neither the batch nor a variable makes its devices repeat each other's work."""
+    for axis, size in mesh.axes.items():
+        if size == 1 or axis == DATA or axis in rules.axes:
+            continue
+        if axis != MODEL:
+            raise ValueError(
+                f"The axis {axis!r} of the mesh {mesh} is neither {DATA!r}, which splits the batch, nor named by a layout "
+                f"rule, so its {size} devices would repeat each other's work. Rename it, or add rules that use it."
+            )
+        warnings.warn(
+            f"The axis {axis!r} of size {size} splits no variable, because no layout rule names it: its devices repeat each "
+            "other's work. Pass layouts=tfpar.LayoutMap({...}).",
+            stacklevel=2,
+        )
+
+
 def _can_follow(reference: Any, value: tf.Tensor) -> bool:
     return isinstance(reference, MeshVariable) and reference.shape == value.shape
 
@@ -113,4 +134,3 @@ def _spread(shape: tf.TensorShape, mesh: Mesh) -> Spec:
         if free and size > 1:
             spec[max(free, key=lambda dim: shape[dim])] = axis
     return tuple(spec)
-

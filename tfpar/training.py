@@ -51,6 +51,7 @@ class GlobalViewTrainer:
     @staticmethod
     def symbolic_build(model: keras.Model, iterator: Any, data_batch: Any) -> None:
         """Builds from the dataset's specs, so that no batch of the user's data is drawn for it."""
+        model.distribute_strategy.check_owns(model)
         if iterator is not None:
             data_batch = tf.nest.map_structure(_without_optional, compat.dataset_of(iterator).element_spec)
         with model.distribute_strategy.scope():
@@ -76,7 +77,7 @@ def _step(model: keras.Model, step: Callable) -> Callable[[Any], Any]:
         if not settled and model.built:
             strategy.placement.settle(model)
             settled = True
-        with errors.explained(strategy):
+        with errors.explained(model, strategy):
             return execute(input_lib.distribute(batch, strategy.mesh))
 
     return one_step
@@ -116,13 +117,19 @@ class _Traced:
 def _over_batches(model: keras.Model, step: Callable[[Any], Any]) -> Callable[[Iterable], Any]:
     """`steps_per_execution` steps; the last one's logs as ordinary tensors. StopIteration where no batch is left."""
 
+    before: Any = None
+
     def function(iterator: Iterable) -> Any:
+        nonlocal before
         logs = None
         for _, batch in zip(range(model.steps_per_execution), iterator):
             logs = step(batch)
         if logs is None:
             raise StopIteration
-        return transfer_to_host(logs)
+        logs = transfer_to_host(logs)
+        errors.warn_if_nan(model, before)  # the step before: looking at this one would wait for it
+        before = logs
+        return logs
 
     return function
 

@@ -201,7 +201,7 @@ class MeshVariable(dtensor.DVariable):
 
 
 def _scatter(update: Callable) -> Callable:
-    """A `scatter_*` method: the update on the whole value, then one assignment. DTensor cannot scatter into a variable."""
+    """A `scatter_*` method: the update on the whole value, then one assignment; DTensor cannot scatter into variables."""
 
     @functools.wraps(update)
     def method(self, sparse_delta: tf.IndexedSlices, use_locking: bool = False, name: str | None = None):
@@ -211,19 +211,17 @@ def _scatter(update: Callable) -> Callable:
     return method
 
 
-for _name, _update in {
-    "scatter_add": tf.tensor_scatter_nd_add,
-    "scatter_sub": tf.tensor_scatter_nd_sub,
-    "scatter_update": tf.tensor_scatter_nd_update,
-    "scatter_max": tf.tensor_scatter_nd_max,
-    "scatter_min": tf.tensor_scatter_nd_min,
-}.items():
-    setattr(MeshVariable, _name, _scatter(_update))
-for _name in ("add", "sub", "update", "max", "min"):
-    setattr(
-        MeshVariable,
-        f"scatter_nd_{_name}",
-        lambda self, indices, updates, name=None, _f=getattr(tf, f"tensor_scatter_nd_{_name}"): self.assign(
-            _f(self.read_value(), indices, updates), name=name
-        ),
-    )
+def _scatter_nd(update: Callable) -> Callable:
+    """A `scatter_nd_*` method, as `_scatter`."""
+
+    @functools.wraps(update)
+    def method(self, indices: Any, updates: Any, name: str | None = None):
+        return self.assign(update(self.read_value(), indices, updates), name=name)
+
+    return method
+
+
+for _kind in ("add", "sub", "update", "max", "min"):
+    _update = getattr(tf, f"tensor_scatter_nd_{_kind}")
+    setattr(MeshVariable, f"scatter_{_kind}", _scatter(_update))
+    setattr(MeshVariable, f"scatter_nd_{_kind}", _scatter_nd(_update))
