@@ -1,0 +1,61 @@
+"""Two processes with two logical CPU devices each train one model, with the numbers of one device."""
+
+import json
+
+import cluster
+import keras
+import numpy as np
+import parity
+import pytest
+
+PROGRAM = """
+    import json
+    import keras
+    import numpy as np
+    import tfpar
+
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    strategy = tfpar.HybridStrategy(MESH, layouts=LAYOUTS)
+    assert strategy.mesh.devices.ravel().tolist() == ["task:0/CPU:0", "task:0/CPU:1", "task:1/CPU:0", "task:1/CPU:1"]
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = keras.Sequential([
+            keras.Input((8,)),
+            keras.layers.Dense(32, activation="gelu", name="up"),
+            keras.layers.Dense(8, name="down"),
+            keras.layers.Dense(1, name="out"),
+        ])
+        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    rng = np.random.RandomState(1)
+    x, y = rng.randn(24, 8), rng.randn(24, 1)
+    history = model.fit(x[:21], y[:21], batch_size=8, epochs=3, shuffle=False, verbose=0, validation_data=(x, y))
+    print(json.dumps({
+        "history": history.history,
+        "weights": [w.tolist() for w in model.get_weights()],
+        "predictions": model.predict(x, verbose=0).tolist(),
+        "called": model(x).numpy().tolist(),
+        "held": [row.device_bytes for row in strategy.describe(model)],
+    }))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=2,model=2", "model=2,data=2"])
+def test_two_processes(mesh, float64):
+    layouts = {r".*up/kernel": (None, "model"), r".*up/bias": ("model",), r".*down/kernel": ("model", None)}
+    program = PROGRAM.replace("MESH", repr(mesh)).replace("LAYOUTS", repr(layouts))
+    results = [json.loads(out.strip().splitlines()[-1]) for out in cluster.run_clients(program, 2)]
+    x, y = parity.regression(24)
+
+    def fit(m):
+        return m.fit(x[:21], y[:21], batch_size=8, epochs=3, shuffle=False, verbose=0, validation_data=(x, y))
+
+    one = parity.train(None, lambda: parity.compiled(parity.mlp(), metrics=["mae"]), fit, lambda m: m.predict(x, verbose=0))
+    for result in results:
+        parity.assert_close(one.history, result["history"])
+        for expected, actual in zip(one.weights.values(), result["weights"], strict=True):
+            np.testing.assert_allclose(np.asarray(actual), expected, rtol=0, atol=1e-9)
+        np.testing.assert_allclose(result["predictions"], one.checked, rtol=0, atol=1e-9)
+        np.testing.assert_allclose(result["called"], keras.ops.convert_to_numpy(one.model(x)), rtol=0, atol=1e-9)
+        assert result["held"][0] == 8 * 32 * 8 // 2
