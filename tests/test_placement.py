@@ -141,3 +141,73 @@ def test_values_survive_the_way_to_a_mesh_and_back(dtype, spec):
     value = tf.cast(np.arange(32).reshape(4, 8) % 7, dtype)
     back = transfer.to_host(transfer.to_mesh(value, tfpar.Mesh("data=2,model=4").layout(spec)))
     assert back.dtype == value.dtype and bool(tf.reduce_all(back == value))
+
+
+class Unbuilt(keras.Model):
+    """Makes its variables when it is first called."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = layers.Dense(8, name="up"), layers.Dense(1, name="down")
+
+    def call(self, x):
+        return self.down(self.up(x))
+
+
+def call_in_scope(model):
+    with model.distribute_strategy.scope():
+        return model(X).numpy()
+
+
+@pytest.mark.parametrize("first", ["fit", "predict", "predict_on_batch", "evaluate", "call"])
+def test_a_model_that_is_built_by_its_first_use(first, float64):
+    uses = {
+        "fit": lambda m: m.fit(X, Y, batch_size=8, verbose=0, shuffle=False).history,
+        "predict": lambda m: m.predict(X, verbose=0),
+        "predict_on_batch": lambda m: m.predict_on_batch(X[:4]),
+        "evaluate": lambda m: m.evaluate(X, Y, verbose=0),
+        "call": call_in_scope,
+    }
+    one, many = parity.assert_parity(
+        lambda: parity.compiled(Unbuilt()), lambda m: (uses[first](m), uses["fit"](m))[1], check=uses["predict"], slots=False
+    )
+    assert many.model.up.kernel._value.layout.sharding_specs == [dtensor.UNSHARDED, "model"]
+
+
+def test_a_model_without_compile_predicts():
+    with parity.strategy_for("data=2,model=2").scope():
+        model = parity.mlp()
+    np.testing.assert_allclose(model.predict(X, verbose=0), model(X).numpy(), rtol=1e-5, atol=1e-6)
+    assert "up/kernel" in str(model.distribute_strategy.describe(model))
+
+
+def test_rules_may_be_for_several_models(float64):
+    strategy = tfpar.HybridStrategy(
+        "data=2,model=2", layouts={r"a/.*kernel": (None, "model"), r"b/.*kernel": ("model", None)}
+    )
+    with strategy.scope():
+        a = keras.Sequential([keras.Input((8,)), layers.Dense(4)], name="a")
+        b = keras.Sequential([keras.Input((8,)), layers.Dense(4)], name="b")
+        a.compile("sgd", "mse"), b.compile("sgd", "mse")
+    a.fit(X, Y, verbose=0), b.fit(X, Y, verbose=0)
+    assert [m.layers[0].kernel._value.layout.sharding_specs for m in (a, b)] == [
+        ["unsharded", "model"],
+        ["model", "unsharded"],
+    ]
+
+
+def test_a_layout_decided_too_late_changes_no_number(float64):
+    import tensorflow as tf
+
+    def run(strategy):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = parity.compiled(parity.mlp())
+        step = tf.function(lambda: strategy.run(lambda: model(tf.ones((4, 8), tf.float64))))
+        before = strategy.gather(step(), 0).numpy()
+        model.fit(X, Y, batch_size=8, verbose=0, shuffle=False)
+        return before, strategy.gather(step(), 0).numpy(), model.get_weights()
+
+    with pytest.warns(UserWarning, match=r"keeps its first layout.*Call strategy.lay_out\(model\)"):
+        many = run(parity.strategy_for("data=2,model=2"))
+    parity.assert_close(run(tfpar.HybridStrategy("data=1")), many)

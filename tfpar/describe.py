@@ -107,7 +107,7 @@ def describe(strategy: Any, model: keras.Model) -> Description:
             "Input, call it on a batch, or call model.build(shape)."
         )
     strategy.check_owns(model)
-    strategy.placement.settle(model)
+    strategy.lay_out(model)
     weights = {id(variable) for variable in model.trainable_variables}
     rows = [
         _row("weight" if id(v) in weights else "state", v, strategy.placement.reason(model, v.path, v.shape))
@@ -118,7 +118,7 @@ def describe(strategy: Any, model: keras.Model) -> Description:
 
 
 def _slots(model: keras.Model) -> list[Row]:
-    optimizer = model.optimizer
+    optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return []
     if not optimizer.built:

@@ -52,21 +52,32 @@ def check_model(model: keras.Model, strategy: Any) -> None:
             where = "outside every strategy's scope" if made_under is None else f"under {made_under!r}"
             raise ValueError(
                 f"The {kind} {name!r} was made {where}: its variable {variable.path!r} is not on the mesh of "
-                f"{strategy!r}. Make the {kind} inside `with strategy.scope():`, and call compile there too."
+                f"{strategy!r}. Make the {kind} inside `with strategy.scope():`, call compile there too, and build or first "
+                "call there a model whose layers do not know their input shapes."
             )
 
 
-def warn_if_nan(model: keras.Model, logs: Any) -> None:
-    """Warns once per model where a step's loss was not a number."""
-    loss = logs.get("loss") if isinstance(logs, dict) else None
-    if loss is None or getattr(model, "_tfpar_warned_nan", False) or not np.isnan(np.asarray(loss)).any():
-        return
-    model._tfpar_warned_nan = True
-    warnings.warn(
-        f"The loss of the model {model.name!r} is NaN, expected a number; the weights are lost. Look for NaN in "
-        "the data, lower the learning rate or clip gradients (clipnorm=1.0); keras.callbacks.TerminateOnNaN() stops it.",
-        stacklevel=2,
-    )
+class NanWatch:
+    """Warns once where a step's loss was not a number, one step late: looking at the newest loss would wait for it.
+
+    Args:
+        model: whose losses these are.
+    """
+
+    def __init__(self, model: keras.Model):
+        self._name, self._before, self._warned = model.name, None, False
+
+    def see(self, logs: Any) -> None:
+        """Takes the logs of the newest step and looks at those of the step before."""
+        before, self._before = self._before, logs.get("loss") if isinstance(logs, dict) else None
+        if self._warned or before is None or not np.isnan(np.asarray(before)).any():
+            return
+        self._warned = True
+        warnings.warn(
+            f"The loss of the model {self._name!r} is NaN, expected a number; the weights are lost. Look for NaN in the "
+            "data, lower the learning rate or clip gradients (clipnorm=1.0); keras.callbacks.TerminateOnNaN() stops it.",
+            stacklevel=2,
+        )
 
 
 @contextlib.contextmanager

@@ -100,6 +100,20 @@ class GlobalViewStrategy(tf.distribute.Strategy):
         """
         return describe.describe(self, model)
 
+    def lay_out(self, model: Any) -> None:
+        """Gives the variables of a complete model their final layouts and checks the layout rules.
+
+        `fit`, `evaluate`, `predict` and `describe` do this themselves. Call it before the first step of a loop of your
+        own if `layouts` is a function of the model.
+
+        Args:
+            model: a built model made in this strategy's scope.
+
+        Raises:
+            ValueError: a rule that matches no variable, or does not fit the one that it matches.
+        """
+        self._placement.settle(model)
+
     def check_owns(self, model: Any) -> None:
         """Raises ValueError where a variable of the model, its metrics or its optimizer was made elsewhere."""
         errors.check_model(model, self)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from tfpar.mesh import Mesh
 
@@ -101,10 +101,10 @@ class LayoutMap(Mapping[str, Spec]):
         _check_fit(found[0], spec, path, shape, mesh)
         return found[0], spec
 
-    def check_all_used(self, paths: Sequence[str]) -> None:
-        """Raises ValueError for a rule that matches none of a model's variable paths."""
+    def check_all_used(self, paths: Sequence[str], already: Collection[str | None] = ()) -> None:
+        """Raises ValueError for a rule that matches none of a model's variable paths and none `already` matched."""
         for pattern, compiled in self._patterns.items():
-            if not any(compiled.fullmatch(path) for path in paths):
+            if pattern not in already and not any(compiled.fullmatch(path) for path in paths):
                 near = difflib.get_close_matches(re.sub(r"[\\^$.*+?()\[\]{}|]", "", pattern), paths, n=3, cutoff=0.3)
                 raise ValueError(
                     f"The layout rule {pattern!r}: {self._rules[pattern]} matches no variable of the model, whose paths "

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,6 +40,8 @@ class Placement:
         self._plan = layouts if callable(layouts) and not isinstance(layouts, Mapping) else None
         self._rules = LayoutMap() if self._plan or layouts is None else _as_layout_map(layouts)
         self._rules.check_axes(mesh)
+        self._matched: set[str | None] = set()
+        self._settled: weakref.WeakKeyDictionary[keras.Model, LayoutMap] = weakref.WeakKeyDictionary()
         if self._plan is None:
             _check_axes_used(mesh, self._rules)
 
@@ -56,7 +59,7 @@ class Placement:
             )
 
     def settle(self, model: keras.Model) -> None:
-        """Gives a complete model's variables their final layouts and checks that every rule found a variable.
+        """Gives a complete model's variables their final layouts, once, and checks that every rule found a variable.
 
         Args:
             model: a built model whose variables were made under this placement.
@@ -64,32 +67,32 @@ class Placement:
         Raises:
             ValueError: a rule that matches no variable, or does not fit the one that it matches.
         """
+        if model in self._settled:
+            return
         weights = {variable.path: variable for variable in model.variables}
-        rules = self._plan_for(model) if self._plan else self._rules
-        rules.check_all_used(list(weights))
+        rules = _as_layout_map(self._plan(model)) if self._plan else self._rules
+        rules.check_axes(self._mesh)
+        rules.check_all_used(list(weights), already=self._matched)
         if self._plan:
-            for path, variable in weights.items():
-                _, spec = rules.match(path, variable.shape, self._mesh)
-                compat.native(variable).place(self._mesh.layout(spec))
+            specs = {path: rules.match(path, variable.shape, self._mesh)[1] for path, variable in weights.items()}
+            for path, spec in specs.items():
+                compat.native(weights[path]).place(self._mesh.layout(spec))
+        self._settled[model] = rules
 
     def reason(self, model: keras.Model, path: str, shape: tuple[int, ...]) -> str:
-        """Why a model's variable has its layout: the rule that matched, or that none did."""
-        rules = self._plan_for(model) if self._plan else self._rules
-        pattern, _ = rules.match(path, shape, self._mesh)
+        """Why a settled model's variable has its layout: the rule that matched, or that none did."""
+        pattern, _ = self._settled[model].match(path, shape, self._mesh)
         return "no rule matches" if pattern is None else f"rule {pattern!r}"
-
-    def _plan_for(self, model: keras.Model) -> LayoutMap:
-        rules = _as_layout_map(self._plan(model))
-        rules.check_axes(self._mesh)
-        return rules
 
     def _first_spec(self, path: str, value: tf.Tensor) -> Spec:
         rank = value.shape.rank
         if isinstance(compat.creator_of_variable(), (keras.optimizers.Optimizer, keras.metrics.Metric)):
             return (None,) * rank
-        if self._plan is None:
-            return self._rules.match(path, value.shape, self._mesh)[1]
-        return _spread(value.shape, self._mesh)
+        if self._plan is not None:
+            return _spread(value.shape, self._mesh)
+        pattern, spec = self._rules.match(path, value.shape, self._mesh)
+        self._matched.add(pattern)
+        return spec
 
 
 _KEPT = ("trainable", "name", "dtype", "synchronization", "aggregation", "distribute_strategy", "constraint")

@@ -19,7 +19,7 @@ def install(is_global: Callable[[Any], bool]) -> None:
     """Makes Keras ask this file for its functions where `is_global(strategy)` holds."""
 
     def choose(model: keras.Model) -> type[GlobalViewTrainer] | None:
-        built_under, compiled_under = model.distribute_strategy, compat.strategy_of(model.optimizer)
+        built_under, compiled_under = model.distribute_strategy, compat.strategy_of(getattr(model, "optimizer", None))
         if is_global(compiled_under) and built_under is not compiled_under:
             raise errors.outside_scope(model, compiled_under)
         return GlobalViewTrainer if is_global(built_under) else None
@@ -70,17 +70,24 @@ def _step(model: keras.Model, step: Callable) -> Callable[[Any], Any]:
         return strategy.run(step, args=(batch,))
 
     execute = run if model.run_eagerly else _Traced(run)
-    settled = False
 
     def one_step(batch: Any) -> Any:
-        nonlocal settled
-        if not settled and model.built:
-            strategy.placement.settle(model)
-            settled = True
+        batch = input_lib.distribute(batch, strategy.mesh)
+        if not model.built:
+            _build(model, batch)
+        strategy.lay_out(model)
         with errors.explained(model, strategy):
-            return execute(input_lib.distribute(batch, strategy.mesh))
+            return execute(batch)
 
     return one_step
+
+
+def _build(model: keras.Model, batch: Any) -> None:
+    """Makes the variables of a model that `predict` meets unbuilt, so that none is made while a step is traced."""
+    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    symbolic = keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype.name), inputs)
+    with model.distribute_strategy.scope():
+        model(symbolic)
 
 
 class _Traced:
@@ -117,18 +124,16 @@ class _Traced:
 def _over_batches(model: keras.Model, step: Callable[[Any], Any]) -> Callable[[Iterable], Any]:
     """`steps_per_execution` steps; the last one's logs as ordinary tensors. StopIteration where no batch is left."""
 
-    before: Any = None
+    watch = errors.NanWatch(model)
 
     def function(iterator: Iterable) -> Any:
-        nonlocal before
         logs = None
         for _, batch in zip(range(model.steps_per_execution), iterator):
             logs = step(batch)
         if logs is None:
             raise StopIteration
         logs = transfer_to_host(logs)
-        errors.warn_if_nan(model, before)  # the step before: looking at this one would wait for it
-        before = logs
+        watch.see(logs)
         return logs
 
     return function

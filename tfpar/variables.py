@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -82,6 +83,7 @@ class MeshVariable(dtensor.DVariable):
             value = tf.convert_to_tensor(initial_value, dtype=kwargs.get("dtype"))
         super().__init__(transfer.to_mesh(value, mesh_layout), **kwargs)
         self.path = path
+        self._traced = False
         self._gather_axes = gather_axes
         self._followers: list[weakref.ref[MeshVariable]] = []
         if follows is not None:
@@ -110,8 +112,17 @@ class MeshVariable(dtensor.DVariable):
         return [follower for follower in (reference() for reference in self._followers) if follower is not None]
 
     def place(self, layout: dtensor.Layout) -> None:
-        """Moves the value, and all that follows this variable, to another layout or mesh."""
-        if layout != self.layout:
+        """Moves the value, and all that follows this variable, to another layout or mesh.
+
+        A variable that a traced step uses stays where it is, with a warning: the step holds its present shards.
+        """
+        if layout != self.layout and self._traced:
+            warnings.warn(
+                f"The variable {self.path!r} keeps its first layout, because a step that uses it was traced before its "
+                "layout was decided; the numbers do not change. Call strategy.lay_out(model) before the first step.",
+                stacklevel=2,
+            )
+        elif layout != self.layout:
             moved = dtensor.DVariable(transfer.to_mesh(self.shards(), layout), dtype=self.dtype, name=self._handle_name[:-2])
             self._handle = moved.handle
             self.layout = layout
@@ -126,7 +137,7 @@ class MeshVariable(dtensor.DVariable):
     def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
         if self._in_step("read"):
             value = super()._read_variable_op(no_copy)
-            return self._gathered(value) if self._gather_axes else value
+            return self._gathered(value) if self._gather_axes.intersection(self.layout.sharding_specs) else value
         graph = tf.compat.v1.get_default_graph()
         if tf.executing_eagerly():
             value = transfer.to_host(self.shards())
@@ -193,6 +204,7 @@ class MeshVariable(dtensor.DVariable):
                 f"The variable {self.path!r} of {self._distribute_strategy!r} is {action} in a step of {owner!r}. "
                 "Build the model, its metrics and its optimizer in the scope of the strategy that trains them."
             )
+        self._traced = self._traced or owner is not None
         return owner is not None
 
     def _gathered(self, value: tf.Tensor) -> tf.Tensor:
