@@ -15,7 +15,7 @@ demo: $(VENV)/.core ## Train a small GPT on a mesh of four CPU devices and on on
 	@TF_CPP_MIN_LOG_LEVEL=3 $(PYTHON) -m tfpar.demo $(FLAGS)
 
 test: $(VENV)/.test ## Run all tests
-	TF_CPP_MIN_LOG_LEVEL=3 $(PYTHON) -m pytest -q
+	TF_CPP_MIN_LOG_LEVEL=3 $(PYTHON) -m pytest -q -n auto
 
 lint: $(VENV)/.lint ## Check style and format
 	$(PYTHON) -m ruff check .

@@ -57,6 +57,7 @@ setup(
             "nbclient>=0.10",  # with this
             "nbformat>=5.10",  # and reads it with this
             "pytest>=8.3",
+            "pytest-xdist>=3.6",  # tests spend their time tracing in Python, on one core each
             "scipy>=1.13",  # a sparse matrix as input
             "tensorboard>=2.20",  # the callback writes through it; TensorFlow no longer brings it
             "setuptools>=77",  # tests/test_packaging.py builds the package without fetching a build environment

@@ -106,6 +106,11 @@ def windows(ids: np.ndarray, count: int, length: int, rng: np.random.Generator) 
     return rows[:, :-1], rows[:, 1:]
 
 
+def round_up(number: int, multiple: int) -> int:
+    """The next multiple, so that an axis divides it; the ids above the vocabulary are never a target."""
+    return -(-number // multiple) * multiple
+
+
 def load(text: str, *, steps: int, batch: int, length: int, seed: int) -> Data:
     """Sequences from the first nine tenths of a text for training, and 4 batches from the rest."""
     ids, vocabulary = encode(text)
@@ -143,7 +148,7 @@ def sample(
         seen = ids[-window:]
         row = np.zeros((1, window), "int32")
         row[0, : len(seen)] = seen  # attention is causal, so what stands behind the text does not matter
-        logits = model.predict_on_batch(row)[0, len(seen) - 1].astype("float64") / temperature
+        logits = model.predict_on_batch(row)[0, len(seen) - 1, : len(vocabulary)].astype("float64") / temperature
         chances = np.exp(logits - logits.max())
         ids.append(rng.choice(len(vocabulary), p=chances / chances.sum()))
     return "".join(vocabulary[i] for i in ids)
@@ -188,9 +193,9 @@ def main(argv: list[str]) -> None:
         sys.exit(f"demo: got {argv[1]!r}; every setting is a flag, such as --steps=200.")
     data = load("\n".join(topics.values()), steps=FLAGS.steps, batch=FLAGS.batch, length=FLAGS.length, seed=FLAGS.seed)
     sizes = {name: FLAGS[name].value for name in ("length", "width", "depth", "heads")}
-    sizes["vocabulary"] = len(data.vocabulary)
     try:
         mesh = tfpar.Mesh(FLAGS.mesh, device_type=FLAGS.device_type)
+        sizes["vocabulary"] = round_up(len(data.vocabulary), mesh.axes.get("model", 1))
         strategy = tfpar.HybridStrategy(mesh, layouts=tensor_parallel() if "model" in mesh.axes else None)
         model = build(strategy, sizes, FLAGS.learning_rate, FLAGS.seed)
     except ValueError as error:
