@@ -15,7 +15,12 @@ class HybridStrategy(GlobalViewStrategy):
     Args:
         mesh: `"data=2,model=2"`, a dict of axis sizes, or a `tfpar.Mesh`.
         layouts: a `tfpar.LayoutMap` (or the dict for one) that says which axis splits which dim of which variable, or a
-            function of the complete model that returns one. None: every variable is replicated.
+            function of the complete model that returns one (it is called once per model, before its first step; until
+            then each variable is spread over all devices). None: every variable is replicated.
+
+    Raises:
+        ValueError: a wrong mesh or rule; an axis that nothing uses.
+        RuntimeError: TensorFlow started before the CPU devices were made.
 
     Example:
 
