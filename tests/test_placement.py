@@ -174,6 +174,22 @@ def test_a_model_that_is_built_by_its_first_use(first, float64):
     assert many.model.up.kernel._value.layout.sharding_specs == [dtensor.UNSHARDED, "model"]
 
 
+def test_rules_reach_a_model_that_its_first_fit_builds(float64):
+    """And not its metrics, whose variables are made at the same time."""
+    rules = tfpar.LayoutMap({r"unbuilt.*/up/kernel": (None, "model"), r"(?!unbuilt).*": (None, None, None, "model")})
+    with tfpar.HybridStrategy("data=2,model=2", layouts=rules).scope():
+        model = parity.compiled(Unbuilt(), metrics=["mae", keras.metrics.AUC()])
+    with pytest.raises(ValueError, match="matches no variable"):
+        model.fit(X, Y > 0, batch_size=8, verbose=0)
+    assert model.up.kernel._value.layout.sharding_specs == [dtensor.UNSHARDED, "model"]
+    assert model.up.kernel._value.path == model.up.kernel.path
+    parity.assert_parity(
+        lambda: parity.compiled(Unbuilt(), metrics=["mae"]),
+        lambda m: m.fit(X, Y, batch_size=8, verbose=0),
+        layouts=tfpar.LayoutMap({r".*up/kernel": (None, "model"), r".*down/kernel": ("model", None)}),
+    )
+
+
 def test_a_model_without_compile_predicts():
     with parity.strategy_for("data=2,model=2").scope():
         model = parity.mlp()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -89,11 +90,48 @@ def watch(variable: tf.Variable) -> None:
         tf_tape.variable_accessed(variable)
 
 
-def creator_of_variable() -> Any:
-    """The object (layer, optimizer, metric, seed generator) that is creating a Keras variable now, or None."""
-    stack = global_state.get_global_attribute("name_scope_stack") or []
-    callers = [entry.caller for entry in stack if entry.caller is not None]
-    return callers[-1] if callers else None
+_making = threading.local()
+
+
+def follow_variable_creation() -> None:
+    """Remembers which Keras variable is being made and by whom, for `variable_in_the_making`.
+
+    TensorFlow's creator of a variable learns only a name. Keras' name scope tells more, but not for the variables of a
+    model that is built from shapes: their values are made later, when the scope has gone.
+    """
+
+    def remembered(method: Callable) -> Callable:
+        @functools.wraps(method)
+        def wrapper(self, *args, **kwargs):
+            outer = getattr(_making, "variable", None)
+            _making.variable = self
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                _making.variable = outer
+
+        return wrapper
+
+    def initialized(self, *args, **kwargs):
+        stack = global_state.get_global_attribute("name_scope_stack") or []
+        self._tfpar_maker = next((scope.caller for scope in reversed(stack) if scope.caller is not None), None)
+        return initialize(self, *args, **kwargs)
+
+    initialize = keras.Variable.__init__
+    keras.Variable.__init__ = remembered(functools.wraps(initialize)(initialized))
+    keras.Variable._deferred_initialize = remembered(keras.Variable._deferred_initialize)
+
+
+def variable_in_the_making(name: str | None) -> tuple[str, Any]:
+    """The path of the variable that is being made now, and the object (layer, optimizer, metric, …) that makes it.
+
+    Args:
+        name: what TensorFlow knows; the path of a `tf.Variable` of the user's is the name scope and this.
+    """
+    variable = getattr(_making, "variable", None)
+    if variable is not None:
+        return variable.path, variable._tfpar_maker
+    return "/".join(filter(None, (variable_path_prefix(), name))), None
 
 
 def native(variable: Any) -> Any:
@@ -231,7 +269,7 @@ __all__ = [
     "Trackable",
     "VARIABLE_VALUE_KEY",
     "accept_mesh_datasets",
-    "creator_of_variable",
+    "follow_variable_creation",
     "dataset_of",
     "in_saved_model_export",
     "install_trainer",
@@ -244,6 +282,6 @@ __all__ = [
     "symbolic_build",
     "tensorflow_has_started",
     "unroll_recurrence",
-    "variable_path_prefix",
+    "variable_in_the_making",
     "watch",
 ]

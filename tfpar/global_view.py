@@ -255,6 +255,7 @@ def _is_global(strategy: Any) -> bool:
     return isinstance(strategy, GlobalViewStrategy)
 
 
+compat.follow_variable_creation()
 compat.keep_losses_global(_is_global)
 compat.accept_mesh_datasets()
 compat.unroll_recurrence(lambda: variables.step_owner() is not None)

@@ -49,11 +49,11 @@ class Placement:
         """Makes a variable with the arguments of a `tf.Variable` creator."""
         options = {key: kwargs[key] for key in _KEPT if kwargs.get(key) is not None}
         initial, reference = kwargs["initial_value"], kwargs.get("colocate_with")
-        path = "/".join(filter(None, (compat.variable_path_prefix(), kwargs.get("name"))))
+        path, maker = compat.variable_in_the_making(kwargs.get("name"))
         with tf.init_scope(), tf.device(devices.host()):
             value = tf.convert_to_tensor(initial() if callable(initial) else initial, dtype=kwargs.get("dtype"))
             follows = reference if _can_follow(reference, value) else None
-            layout = follows.layout if follows is not None else self._mesh.layout(self._first_spec(path, value))
+            layout = follows.layout if follows is not None else self._mesh.layout(self._first_spec(path, maker, value))
             return MeshVariable(
                 value, mesh_layout=layout, path=path, follows=follows, gather_axes=frozenset({DATA}), **options
             )
@@ -84,9 +84,9 @@ class Placement:
         pattern, _ = self._settled[model].match(path, shape, self._mesh)
         return "no rule matches" if pattern is None else f"rule {pattern!r}"
 
-    def _first_spec(self, path: str, value: tf.Tensor) -> Spec:
+    def _first_spec(self, path: str, maker: Any, value: tf.Tensor) -> Spec:
         rank = value.shape.rank
-        if isinstance(compat.creator_of_variable(), (keras.optimizers.Optimizer, keras.metrics.Metric)):
+        if isinstance(maker, (keras.optimizers.Optimizer, keras.metrics.Metric)):
             return (None,) * rank
         if self._plan is not None:
             return _spread(value.shape, self._mesh)
