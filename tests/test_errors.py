@@ -160,6 +160,49 @@ def test_other_failures_keep_their_words():
         model.fit(X, Y, verbose=0)
 
 
+def test_a_broken_collective_is_not_taken_for_a_wrong_layout():
+    from tfpar import errors
+
+    model = parity.mlp()
+    with pytest.raises(tf.errors.UnavailableError) as caught, errors.explained(model, strategy()):
+        raise tf.errors.UnavailableError(
+            None, None, "Collective ops is aborted by: Socket closed [[{{node DTensorAllReduceOp}}]]"
+        )
+    assert "took part in different collectives, because a process failed" in caught.value.message
+    assert "Replicate" not in caught.value.message and "Socket closed" in caught.value.message
+
+
+def test_loops_over_batches_inside_a_function():
+    dataset = strategy().experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(X).batch(8))
+
+    @tf.function
+    def over_dataset():
+        for batch in dataset:
+            tf.print(batch)
+
+    @tf.function
+    def over_iterator():
+        for batch in iter(dataset):
+            tf.print(batch)
+
+    for loop in (over_dataset, over_iterator):
+        with pytest.raises(NotImplementedError, match="Loop in Python and call a tf.function for each batch"):
+            loop()
+
+
+def test_a_layout_function_that_leaves_an_axis_unused():
+    with tfpar.HybridStrategy("data=2,expert=2", layouts=lambda model: {}).scope():
+        model = parity.compiled(parity.mlp())
+    with pytest.raises(ValueError, match="axis 'expert' .* nor named by a layout rule"):
+        model.fit(X, Y, verbose=0)
+
+
+@pytest.mark.parametrize("devices", [2, "CPU:0", []])
+def test_devices_are_a_list_of_names(devices):
+    with pytest.raises(ValueError, match=r'devices is a list of names such as \["CPU:0", "CPU:1"\]'):
+        tfpar.MirroredStrategy(devices)
+
+
 def test_a_variable_of_another_mesh_in_a_step():
     with strategy().scope():
         variable = keras.Variable([1.0, 2.0], name="v")

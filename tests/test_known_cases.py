@@ -143,3 +143,24 @@ def test_users_own_variables(float64):
     split = tfpar.HybridStrategy("data=2,model=2", layouts={"table": (None, "model")})
     for strategy in (plain, split):
         parity.assert_close(run(None), run(strategy))
+
+
+def test_next_to_a_mirrored_strategy_of_tensorflow():
+    """Two strategies in one process took each other's collectives for their own (tensorflow#61314)."""
+    models = []
+    for strategy in (tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)]), tfpar.HybridStrategy("data=4")):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            models.append(parity.compiled(parity.mlp(), keras.optimizers.SGD(0.01)))
+    for _ in range(4):
+        losses = [model.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history["loss"] for model in models]
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
+def test_ordinary_tensors_given_to_a_traced_step(float64):
+    strategy = parity.strategy_for("data=4")
+    with strategy.scope():
+        model = parity.mlp()
+    step = tf.function(lambda x, scale: tf.reduce_sum(model(x)) * scale)
+    total = strategy.run(step, args=(tf.constant(X), np.float64(2.0)))
+    assert float(strategy.reduce("SUM", total, None)) == pytest.approx(2 * model(X).numpy().sum())

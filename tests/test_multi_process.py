@@ -1,6 +1,9 @@
 """Two processes with two logical CPU devices each train one model, with the numbers of one device."""
 
 import json
+import os
+import subprocess
+import sys
 
 import cluster
 import keras
@@ -59,3 +62,24 @@ def test_two_processes(mesh, float64):
         np.testing.assert_allclose(result["predictions"], one.checked, rtol=0, atol=1e-9)
         np.testing.assert_allclose(result["called"], keras.ops.convert_to_numpy(one.model(x)), rtol=0, atol=1e-9)
         assert result["held"][0] == 8 * 32 * 8 // 2
+
+
+@pytest.mark.slow
+def test_a_process_alone_ends_instead_of_waiting():
+    program = """
+import tfpar
+tfpar.devices.START_TIMEOUT = 3.0
+tfpar.HybridStrategy("data=4")
+"""
+    jobs = ",".join(f"127.0.0.1:{port}" for port in cluster.free_ports(2))
+    environment = {"DTENSOR_CLIENT_ID": "0", "DTENSOR_NUM_CLIENTS": "2", "DTENSOR_JOBS": jobs, "DTENSOR_JOB_NAME": "worker"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | environment | {"TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode != 0
+    assert f"Waiting at most 3 s for all 2 processes of DTENSOR_JOBS={jobs}" in done.stderr
+    assert "_wait_for_all_processes" in done.stderr

@@ -70,6 +70,14 @@ def start_dtensor() -> None:
         dtensor_api.reset_dtensor_device(is_async=False)
 
 
+def number_collectives_apart() -> None:
+    """Keeps the collectives of `tf.distribute.MirroredStrategy` apart from DTensor's in one process.
+
+    Both count the groups of devices from the start, and collectives of one number are taken for the same.
+    """
+    tf.distribute.MirroredStrategy._collective_key_base += 1_000_000
+
+
 def in_saved_model_export() -> bool:
     """Whether the current trace belongs to a SavedModel that is being written."""
     return tf_save_context.in_save_context()
@@ -275,6 +283,7 @@ __all__ = [
     "install_trainer",
     "keep_losses_global",
     "native",
+    "number_collectives_apart",
     "record_read",
     "route",
     "start_dtensor",

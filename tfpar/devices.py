@@ -6,11 +6,16 @@ Logical devices are fixed once TensorFlow has started, so everything here happen
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 
 import tensorflow as tf
+from absl import logging
 from tensorflow.experimental import dtensor
 
 from tfpar import compat
+
+START_TIMEOUT = 120.0
+"""Seconds that a process waits for the others of its cluster."""
 
 
 @dataclasses.dataclass
@@ -90,27 +95,57 @@ def prepare(device_type: str, number: int) -> list[str]:
     local = number // clients
     if device_type == "CPU":
         use_logical_cpus(local)
+    elif compat.tensorflow_has_started():
+        _check_count(device_type, local)
     _start_accelerators(device_type)
+    _check_count(device_type, local)
+    return [f"{device_type}:{i}" for i in range(local)]
+
+
+def _check_count(device_type: str, local: int) -> None:
     have = dtensor.num_local_devices(device_type)
     if have < local:
         raise ValueError(
             f"The mesh needs {local} {device_type} device{'s' * (local != 1)} in this process, but TensorFlow sees {have}. "
             "Choose smaller axis sizes, or device_type='CPU' to try the layout on logical CPU devices."
         )
-    return [f"{device_type}:{i}" for i in range(local)]
 
 
 def _start_accelerators(device_type: str) -> None:
     """Starts what DTensor needs beyond a single process on CPU, once."""
-    if _started.accelerators or (device_type == "CPU" and dtensor.num_clients() == 1):
+    clients = dtensor.num_clients()
+    if _started.accelerators or (device_type == "CPU" and clients == 1):
         return
     if compat.tensorflow_has_started():
         raise RuntimeError(
-            f"TensorFlow has already started, so {device_type} devices of {dtensor.num_clients()} process(es) can no longer "
-            "be joined. Make the strategy before the first tensor, model or other TensorFlow operation."
+            f"TensorFlow has already started, so {device_type} devices of {clients} process(es) can no longer be joined. "
+            "Make the strategy before the first tensor, model or other TensorFlow operation."
         )
-    dtensor.initialize_accelerator_system(device_type)
+    if clients > 1:
+        _wait_for_all_processes(device_type, clients)
+    else:
+        dtensor.initialize_accelerator_system(device_type)
     _started.accelerators = True
+
+
+def _wait_for_all_processes(device_type: str, clients: int) -> None:
+    """Joins the processes of DTENSOR_JOBS, or ends this one after `START_TIMEOUT`.
+
+    TensorFlow itself waits an hour, and holds Python's lock meanwhile, so that no exception can be raised: only a watchdog
+    outside Python's control is left, which says where this process stood and ends it.
+    """
+    logging.warning(
+        "Waiting at most %.0f s for all %d processes of DTENSOR_JOBS=%s. If this process ends here, start all of them in "
+        "that time, each with its own DTENSOR_CLIENT_ID, and with ports that nobody uses.",
+        START_TIMEOUT,
+        clients,
+        ",".join(dtensor.jobs()),
+    )
+    faulthandler.dump_traceback_later(START_TIMEOUT, exit=True)
+    try:
+        dtensor.initialize_accelerator_system(device_type)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def host() -> str:

@@ -16,12 +16,14 @@ from tfpar import compat
 from tfpar.variables import MeshVariable
 
 _OPERATION = re.compile(r"'tf\.(\w+)' op")
+_PARTITIONING = re.compile(r"layout propagation|SPMD|dtensor/mlir|dtensor_graph_to_mlir|tf\.DTensorLayout")
+_COLLECTIVE = re.compile(r"Collective ops is aborted|CollectiveReduce|Socket closed|heartbeat", re.IGNORECASE)
 
 
 def outside_scope(model: keras.Model, strategy: Any) -> ValueError:
     """A model was compiled in a strategy's scope and built elsewhere."""
     other = compat.strategy_of(model)
-    built = "outside every strategy's scope" if other is None else f"under {other!r}"
+    built = "outside every strategy's scope" if other is None else f"under another strategy, {other!r}"
     return ValueError(
         f"The model {model.name!r} was built {built}, but compiled under {strategy!r}. "
         "Build and compile it inside the same `with strategy.scope():`."
@@ -49,7 +51,7 @@ def check_model(model: keras.Model, strategy: Any) -> None:
             made_under = getattr(native, "_distribute_strategy", None)
             if native is None or (isinstance(native, MeshVariable) and made_under is strategy):
                 continue
-            where = "outside every strategy's scope" if made_under is None else f"under {made_under!r}"
+            where = "outside every strategy's scope" if made_under is None else f"under another strategy, {made_under!r}"
             raise ValueError(
                 f"The {kind} {name!r} was made {where}: its variable {variable.path!r} is not on the mesh of "
                 f"{strategy!r}. Make the {kind} inside `with strategy.scope():`, call compile there too, and build or first "
@@ -91,8 +93,14 @@ def explained(model: keras.Model, strategy: Any) -> Iterator[None]:
 
 def _explanation(error: tf.errors.OpError, model: keras.Model, strategy: Any) -> str:
     operation = _OPERATION.search(error.message)
-    partitioning = operation or "dtensor" in error.message.lower() or "SPMD" in error.message
-    if not partitioning:
+    if not operation and not _PARTITIONING.search(error.message):
+        if isinstance(error, tf.errors.UnavailableError) or _COLLECTIVE.search(error.message):
+            return (
+                f"A step of the model {model.name!r} under {strategy!r} was broken off: devices took part in different "
+                "collectives, because a process failed or processes had other batches or models. Look for the "
+                "first error of all processes, and give each the same number of batches and shapes. TensorFlow's own "
+                f"words:\n\n{error.message}"
+            )
         return f"A step of the model {model.name!r} under {strategy!r} failed: {error.message}"
     named = f" at the operation {operation[1]}" if operation else ""
     return (

@@ -18,6 +18,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
@@ -148,10 +149,18 @@ class GlobalViewExtended(tf.distribute.StrategyExtended):
 
     def call_for_each_replica(self, fn: Callable, args: tuple = (), kwargs: dict | None = None) -> Any:
         strategy, kwargs = self._container_strategy(), kwargs or {}
-        if tf.executing_eagerly() and not isinstance(fn, tf.types.experimental.GenericFunction):
-            args, kwargs = tf.nest.map_structure(transfer.to_host, (args, kwargs))
+        if tf.executing_eagerly():
+            traced = isinstance(fn, tf.types.experimental.GenericFunction)
+            move = self._to_mesh if traced else transfer.to_host
+            args, kwargs = tf.nest.map_structure(move, (args, kwargs))
         with strategy.scope(), GlobalViewContext(strategy), variables.StepView(strategy):
             return fn(*args, **kwargs)
+
+    def _to_mesh(self, value: Any) -> Any:
+        """An ordinary tensor or array on every device; anything else unchanged."""
+        if not isinstance(value, (tf.Tensor, np.ndarray)) or dtensor.is_dtensor(value):
+            return value
+        return transfer.to_mesh(value, self._mesh.layout([None] * len(value.shape)))
 
     @property
     def _num_replicas_in_sync(self) -> int:
@@ -257,6 +266,7 @@ def _is_global(strategy: Any) -> bool:
 
 compat.follow_variable_creation()
 compat.keep_losses_global(_is_global)
+compat.number_collectives_apart()
 compat.accept_mesh_datasets()
 compat.unroll_recurrence(lambda: variables.step_owner() is not None)
 training.install(_is_global)

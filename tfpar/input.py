@@ -27,6 +27,12 @@ _UNSPLITTABLE = {
 }
 
 
+_LOOP_IN_PYTHON = (
+    "A tf.function cannot draw batches of a mesh. Loop in Python and call a tf.function for each batch: "
+    "`for batch in dataset: step(batch)`."
+)
+
+
 def distribute(batch: Any, mesh: Mesh) -> Any:
     """Puts one batch on the mesh.
 
@@ -102,6 +108,14 @@ class MeshDataset(tf.distribute.DistributedDataset):
     def __len__(self) -> int:
         return len(self._dataset)
 
+    def reduce(self, initial_state: Any, reduce_func: Callable) -> Any:
+        """What a loop over the dataset inside a `tf.function` becomes, which cannot be partitioned.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(_LOOP_IN_PYTHON)
+
     @property
     def element_spec(self) -> Any:
         """Shapes and dtypes of a batch before it is put on the mesh."""
@@ -122,6 +136,8 @@ class MeshIterator:
         return self
 
     def __next__(self) -> Any:
+        if not tf.executing_eagerly():
+            raise NotImplementedError(_LOOP_IN_PYTHON)
         return distribute(next(self._batches), self._mesh)
 
     def get_next(self) -> Any:

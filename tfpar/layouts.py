@@ -109,7 +109,7 @@ class LayoutMap(Mapping[str, Spec]):
                 raise ValueError(
                     f"The layout rule {pattern!r}: {self._rules[pattern]} matches no variable of the model, whose paths "
                     f"include {', '.join(near or list(paths)[:3]) or 'nothing'}. An expression must match the whole path "
-                    "(for example r'.*up/kernel'); strategy.describe(model) lists all paths."
+                    "(for example r'.*up/kernel'); [v.path for v in model.variables] lists all."
                 )
 
 

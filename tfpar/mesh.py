@@ -220,6 +220,8 @@ def _fill(sizes: dict[str, int], devices: list[str] | None, device_type: str) ->
 
 
 def _device_names(devices: Sequence[str]) -> list[str]:
+    if not isinstance(devices, (list, tuple)) or not devices:
+        raise ValueError(f'devices is a list of names such as ["CPU:0", "CPU:1"], got {devices!r}.')
     names = [_short(name) for name in devices]
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:

@@ -74,6 +74,7 @@ class Placement:
         rules.check_axes(self._mesh)
         rules.check_all_used(list(weights), already=self._matched)
         if self._plan:
+            _check_axes_used(self._mesh, rules)
             specs = {path: rules.match(path, variable.shape, self._mesh)[1] for path, variable in weights.items()}
             for path, spec in specs.items():
                 compat.native(weights[path]).place(self._mesh.layout(spec))
