@@ -15,11 +15,12 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfpar import compat, variables
+from tfpar import compat, slices, variables
 
 _MATCH = "match"  # in a relayout: leave this dim as it is
 _VARIABLE = "DTENSOR_ENABLE_REPLICATED_SPMD_AS_DEFAULT_TF."
@@ -100,38 +101,42 @@ def _layer(name: str) -> str:
     return "/".join(parts) or name
 
 
-def _gathered(value: tf.Tensor, dims: Callable[[int], bool] = lambda dim: True) -> tf.Tensor:
-    """In a step on a mesh, the tensor with the chosen dims whole on every device; elsewhere the tensor itself."""
-    owner = variables.step_owner()
+def _gathered(value: Any, dims: Callable[[int], bool] = lambda dim: True) -> tf.Tensor:
+    """The tensor with the chosen dims whole on every device."""
     value = tf.convert_to_tensor(value)
-    if owner is None or value.shape.rank is None:
-        return value
     spec = [dtensor.UNSHARDED if dims(dim) else _MATCH for dim in range(value.shape.rank)]
-    return dtensor.relayout(value, owner.mesh.layout(spec))
+    return dtensor.relayout(value, variables.step_owner().mesh.layout(spec))
 
 
-def _scatter_nd(scatter: Callable) -> Callable:
-    """Global indices meet a shard's shape; 64-bit indices fail. It is also the gradient of `top_k` and `gather_nd`."""
+def _whole(operation: Callable) -> Callable:
+    """Positions in the whole of one input meet a shard of another. The result is whole too: what uses it could otherwise
+    make TensorFlow compute a shard of it only.
+    """
 
-    def whole(indices, updates, shape, name=None):
-        if variables.step_owner() is None:
-            return scatter(indices, updates, shape, name=name)
-        indices, shape = tf.cast(_gathered(indices), tf.int32), tf.cast(shape, tf.int32)
-        return scatter(indices, _gathered(updates), shape, name=name)
+    def whole(*args, name=None, **kwargs):
+        return _gathered(operation(*(_gathered(arg) for arg in args), name=name, **kwargs))
 
     return whole
 
 
-def _where(where: Callable) -> Callable:
-    """Each device would find its shard's own positions."""
-    return lambda condition, name=None: where(_gathered(condition), name=name)
+def _refused(operation: Callable) -> Callable:
+    """Each device would find the positions in its own shard."""
+
+    def refuse(*args, **kwargs):
+        raise NotImplementedError(
+            f"{operation.__name__} gives a tensor whose size depends on values, which a step on a mesh cannot split. Keep "
+            "the size: use tf.where(condition, x, y), or multiply by the mask."
+        )
+
+    return refuse
 
 
-def _boolean_mask(boolean_mask: Callable) -> Callable:
-    """Positions in the whole mask meet a shard of the tensor."""
+def _scatter_nd(scatter: Callable) -> Callable:
+    """As `_whole`; 64-bit indices fail. It is also the gradient of `gather_nd`, `top_k` and `sort`."""
 
-    def whole(tensor, mask, *args, **kwargs):
-        return boolean_mask(_gathered(tensor), _gathered(mask), *args, **kwargs)
+    def whole(indices, updates, shape, **kwargs):
+        indices, shape = tf.cast(_gathered(indices), tf.int32), tf.cast(shape, tf.int32)
+        return _gathered(scatter(indices, _gathered(updates), shape, **kwargs))
 
     return whole
 
@@ -139,33 +144,65 @@ def _boolean_mask(boolean_mask: Callable) -> Callable:
 def _sparse_cross_entropy(cross_entropy: Callable) -> Callable:
     """A label is looked up among a shard's classes: the loss is NaN where logits are split over the classes."""
 
-    def whole(features, labels, name=None):
-        return cross_entropy(_gathered(features, lambda dim: dim == 1), labels, name=name)
+    def whole(features, labels, **kwargs):
+        return cross_entropy(_gathered(features, lambda dim: dim == 1), labels, **kwargs)
 
     return whole
 
 
 def _strided_slice(strided_slice: Callable) -> Callable:
-    """A negative step reverses each shard on its own."""
+    """A negative step reverses each shard on its own; a new axis (`x[:, None]`) on a split tensor ends the process."""
 
-    def whole(input, begin, end, strides, *args, **kwargs):
+    def whole(input, begin, end, strides, *, new_axis_mask=0, **kwargs):
+        if new_axis_mask:
+            parts = slices.without_new_axes(
+                tf.convert_to_tensor(input).shape.rank, begin, end, strides, new_axis_mask, **kwargs
+            )
+            result = whole(input, *parts.bounds, **parts.masks) if parts.slices else tf.convert_to_tensor(input)
+            for dim in parts.new_dims:
+                result = tf.expand_dims(result, dim)
+            return result
         steps = tf.get_static_value(tf.convert_to_tensor(strides))
         if steps is not None and (steps < 0).any():
-            input = _gathered(input)
-        return strided_slice(input, begin, end, strides, *args, **kwargs)
+            return _gathered(strided_slice(_gathered(input), begin, end, strides, **kwargs))
+        return strided_slice(input, begin, end, strides, **kwargs)
 
     return whole
 
 
 WRONG = {
     "scatter_nd": _scatter_nd,
-    "where": _where,
-    "boolean_mask": _boolean_mask,
+    "gather_nd": _whole,
+    "tensor_scatter_update": _whole,
+    "tensor_scatter_add": _whole,
+    "tensor_scatter_sub": _whole,
+    "tensor_scatter_min": _whole,
+    "tensor_scatter_max": _whole,
+    "where": _refused,
+    "boolean_mask": _refused,
     "sparse_softmax_cross_entropy_with_logits": _sparse_cross_entropy,
     "strided_slice": _strided_slice,
 }
 
+
+def _in_steps(wrapper: Callable[[Callable], Callable]) -> Callable[[Callable], Callable]:
+    """Applies a wrapper in steps on a mesh only, and only where every tensor has a known rank."""
+
+    def wrap(operation: Callable) -> Callable:
+        routed = wrapper(operation)
+
+        def choose(*args, **kwargs):
+            routes = variables.step_owner() is not None and not any(
+                isinstance(arg, tf.Tensor) and arg.shape.rank is None for arg in args
+            )
+            return (routed if routes else operation)(*args, **kwargs)
+
+        return choose
+
+    return wrap
+
+
 for _operation in REPLICATED:
     replicate(_operation)
 for _operation, _wrapper in WRONG.items():
-    compat.route(_operation, _wrapper)
+    compat.route(_operation, _in_steps(_wrapper))
