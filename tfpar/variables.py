@@ -137,6 +137,8 @@ class MeshVariable(dtensor.DVariable):
     def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
         if self._in_step("read"):
             value = super()._read_variable_op(no_copy)
+            if self.trainable and self.dtype.is_floating:
+                value = _dense_gradient(value)
             return self._gathered(value) if self._gather_axes.intersection(self.layout.sharding_specs) else value
         graph = tf.compat.v1.get_default_graph()
         if tf.executing_eagerly():
@@ -160,10 +162,10 @@ class MeshVariable(dtensor.DVariable):
         return transfer.to_host(self.shards()).numpy()
 
     def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
-        return tf.gather(_dense_gradient(self.read_value()), indices, name=name)
+        return tf.gather(self.read_value(), indices, name=name)
 
     def gather_nd(self, indices: Any, name: str | None = None) -> tf.Tensor:
-        return tf.gather_nd(_dense_gradient(self.read_value()), indices, name=name)
+        return tf.gather_nd(self.read_value(), indices, name=name)
 
     def assign(self, value: Any, use_locking=None, name=None, read_value: bool = True):
         if self._in_step("assigned"):
