@@ -136,6 +136,27 @@ def test_the_states_did_change(float64):
     assert float(layer.calls) == 6 and float(layer.total) == 6
 
 
+@pytest.mark.parametrize("cell", [layers.LSTM, layers.GRU, layers.SimpleRNN])
+@pytest.mark.parametrize("padding", ["right", "left"])
+def test_masked_bidirectional_sequences(cell, padding, float64):
+    """Keras' own unrolled recurrence applies the mask of the forward direction to the backward outputs."""
+    ids = np.zeros((16, 5), "int32")
+    for row, length in enumerate([1, 2, 3, 5] * 4):
+        ids[row, :length] = np.arange(1, length + 1)
+    ids = ids if padding == "right" else ids[:, ::-1].copy()
+
+    def build():
+        table = layers.Embedding(10, 4, mask_zero=True)
+        both = layers.Bidirectional(cell(3, return_sequences=True))
+        return stack(table, both, cell(2, go_backwards=True), shape=(5,), dtype="int32")
+
+    parity.assert_parity(
+        build,
+        lambda m: m.fit(ids, Y[:16], batch_size=8, epochs=2, verbose=0, shuffle=False),
+        check=lambda m: (m.predict(ids, verbose=0), m(ids).numpy()),
+    )
+
+
 @pytest.mark.parametrize("mesh", parity.MESHES)
 def test_batch_norm_statistics_with_an_uneven_last_batch(mesh, float64):
     parity.assert_parity(

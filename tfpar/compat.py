@@ -241,8 +241,18 @@ def unroll_recurrence(in_step: Callable[[], bool]) -> None:
     recurrence is split over the batch like every other layer. The fused GPU kernels have no expansion either.
     """
 
-    def rnn(step_function, inputs, initial_states, *args, unroll=False, **kwargs):
-        return original_rnn(step_function, inputs, initial_states, *args, unroll=unroll or in_step(), **kwargs)
+    def rnn(step_function, inputs, initial_states, go_backwards=False, mask=None, *args, unroll=False, **kwargs):
+        if in_step():
+            unroll = True
+            if go_backwards and mask is not None:  # unrolled, Keras zeroes the outputs by the mask of the other direction
+                time = 0 if kwargs.get("time_major") else 1
+                inputs, mask = keras.tree.map_structure(lambda sequence: backwards(sequence, time), (inputs, mask))
+                go_backwards = False
+        return original_rnn(step_function, inputs, initial_states, go_backwards, mask, *args, unroll=unroll, **kwargs)
+
+    def backwards(sequence, time):
+        sequence = tf.convert_to_tensor(sequence)
+        return tf.gather(sequence, list(range(sequence.shape[time] - 1, -1, -1)), axis=time)
 
     def fused(original):
         @functools.wraps(original)
