@@ -170,7 +170,18 @@ def _strided_slice(strided_slice: Callable) -> Callable:
     return whole
 
 
+def _lookup(gather: Callable) -> Callable:
+    """The gradient of looked-up rows is dense, before anything (clipping, loss scale) sees it."""
+
+    def dense(params, *args, **kwargs):
+        params = tf.convert_to_tensor(params)
+        return gather(variables.dense_gradient(params) if params.dtype.is_floating else params, *args, **kwargs)
+
+    return dense
+
+
 WRONG = {
+    "gather_v2": _lookup,
     "scatter_nd": _scatter_nd,
     "gather_nd": _whole,
     "tensor_scatter_update": _whole,

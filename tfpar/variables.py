@@ -48,7 +48,7 @@ def step_owner() -> tf.distribute.Strategy | None:
 
 
 @tf.custom_gradient
-def _dense_gradient(value: tf.Tensor):
+def dense_gradient(value: tf.Tensor):
     """The value itself; its gradient is summed into a dense tensor where rows were looked up.
 
     DTensor has no scatter on variables, and Keras' optimizers give repeated rows other numbers on `IndexedSlices` than
@@ -137,8 +137,6 @@ class MeshVariable(dtensor.DVariable):
     def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
         if self._in_step("read"):
             value = super()._read_variable_op(no_copy)
-            if self.trainable and self.dtype.is_floating:
-                value = _dense_gradient(value)
             return self._gathered(value) if self._gather_axes.intersection(self.layout.sharding_specs) else value
         graph = tf.compat.v1.get_default_graph()
         if tf.executing_eagerly():
