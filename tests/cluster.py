@@ -21,10 +21,17 @@ def free_ports(number: int) -> list[int]:
 
 
 def run_clients(program: str, clients: int, timeout: float = 180.0) -> list[str]:
-    """Runs `program` as DTensor clients and returns each one's standard output.
+    """Runs `program` as DTensor clients, none of which may fail, and returns each one's standard output."""
+    for code, _, err in (ended := end_clients(program, clients, timeout)):
+        assert code == 0, err[-3000:]
+    return [out for _, out, _ in ended]
+
+
+def end_clients(program: str, clients: int, timeout: float = 180.0) -> list[tuple[int, str, str]]:
+    """Runs `program` as DTensor clients and returns each one's exit code, standard output and error output.
 
     Raises:
-        AssertionError: a client failed or did not end within `timeout` seconds, with the end of its error output.
+        subprocess.TimeoutExpired: a client did not end within `timeout` seconds.
     """
     jobs = ",".join(f"127.0.0.1:{port}" for port in free_ports(clients))
     processes = []
@@ -46,12 +53,8 @@ def run_clients(program: str, clients: int, timeout: float = 180.0) -> list[str]
             )
         )
     try:
-        outputs = []
-        for process in processes:
-            out, err = process.communicate(timeout=timeout)
-            assert process.returncode == 0, err[-3000:]
-            outputs.append(out)
-        return outputs
+        outputs = [process.communicate(timeout=timeout) for process in processes]
+        return [(process.returncode, *output) for process, output in zip(processes, outputs)]
     finally:
         for process in processes:
             if process.poll() is None:

@@ -64,6 +64,72 @@ def test_two_processes(mesh, float64):
         assert result["held"][0] == 8 * 32 * 8 // 2
 
 
+START = """
+    import os
+    import keras
+    import numpy as np
+    import tfpar
+
+    client = int(os.environ["DTENSOR_CLIENT_ID"])
+    rules = {r".*up/kernel": (None, "model"), r".*down/kernel": ("model", None)}
+    strategy = tfpar.HybridStrategy("data=2,model=2", layouts=rules)
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(32, name="up"), keras.layers.Dense(1, name="down")])
+        model.compile("adam", "mse")
+    rng = np.random.RandomState(1)
+    x, y = rng.randn(24, 8), rng.randn(24, 1)
+"""
+
+OUT_OF_STEP = {
+    "unequal numbers of batches": """
+    rows = 24 if client == 0 else 8
+    model.fit(x[:rows], y[:rows], batch_size=4, epochs=2, verbose=0)
+    """,
+    "one process stops": """
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.stop_training = client == 1 and epoch == 1
+    model.fit(x, y, batch_size=4, epochs=4, verbose=0, callbacks=[Stop()])
+    """,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OUT_OF_STEP)
+def test_processes_out_of_step_end_with_a_sentence(case):
+    (code, _, error), (other, *_) = cluster.end_clients(START + OUT_OF_STEP[case], 2, timeout=120)
+    assert code != 0 and other == 0
+    assert "was broken off: devices took part in different collectives" in error
+    assert "give each the same number of batches" in error
+
+
+@pytest.mark.slow
+def test_processes_save_to_one_path_and_stop_together(tmp_path):
+    program = """
+    callbacks = [
+        keras.callbacks.ModelCheckpoint("FOLDER/model.keras"),
+        keras.callbacks.ModelCheckpoint("FOLDER/model.weights.h5", save_weights_only=True),
+        keras.callbacks.BackupAndRestore("FOLDER/backup", delete_checkpoint=False),
+        keras.callbacks.EarlyStopping("loss", min_delta=100.0, patience=1),
+    ]
+    history = model.fit(x, y, batch_size=8, epochs=9, verbose=0, callbacks=callbacks)
+    weights = model.get_weights()
+    with strategy.scope():
+        again = keras.saving.load_model("FOLDER/model.keras")
+    for a, b in zip(weights, again.get_weights()):
+        np.testing.assert_array_equal(a, b)
+    model.set_weights([0 * w for w in weights])
+    resumed = model.fit(x, y, batch_size=8, epochs=4, verbose=0, callbacks=callbacks[2:3])
+    print(len(history.epoch), len(resumed.epoch))
+    """
+    outputs = cluster.run_clients(START + program.replace("FOLDER", str(tmp_path)), 2)
+    assert [out.split() for out in outputs] == [["2", "2"]] * 2
+    model = keras.saving.load_model(tmp_path / "model.keras")
+    model.load_weights(tmp_path / "model.weights.h5")
+    assert int(model.optimizer.iterations) == 6
+
+
 @pytest.mark.slow
 def test_a_process_alone_ends_instead_of_waiting():
     program = """

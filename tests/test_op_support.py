@@ -1,5 +1,6 @@
 """Operations that DTensor partitions wrongly, or not at all, give one device's value and gradient in a step."""
 
+import itertools
 import warnings
 
 import keras
@@ -8,6 +9,7 @@ import parity
 import pytest
 import tensorflow as tf
 from keras import layers
+from tensorflow.experimental import dtensor
 
 import tfpar
 from tfpar import input as input_lib, op_support, transfer
@@ -66,6 +68,49 @@ def test_value_and_gradient(name, layout):
     actual = in_a_step(compute, layout)
     assert [a.shape for a in actual] == [e.shape for e in expected]
     parity.assert_close(expected, actual, 1e-12)
+
+
+PRODUCTS = {  # where one input splits a summed dim and the other another dim of both, TensorFlow pairs the wrong shards
+    "bij,cij->bc": [(None, None, "model"), (None, "model", None)],
+    "bij,bji->b": [(None, "model", None), ("data", "model", None)],
+    "bij,bij->b": [(None, None, "model"), ("data", "model", None)],
+    "abcd,cde->abe": [("data", None, None, "model"), ("model", None, None)],
+    "aecd,abcd->acbe": [("data", None, None, "model"), (None, None, "model", None)],
+    "bi,jk->bk": [("model", "data"), ("data", "model")],
+    "matmul": [("data", "model", None, None), (None, None, "model", None)],
+}
+
+
+@pytest.mark.parametrize("equation", PRODUCTS)
+def test_products_of_inputs_that_split_different_dims(equation):
+    layouts = PRODUCTS[equation]
+    values = [RNG.randn(*[4] * len(layout)) for layout in layouts]
+
+    def product(a, b):
+        with tf.GradientTape() as tape:
+            tape.watch([a, b])
+            result = tf.matmul(a, b) if equation == "matmul" else tf.einsum(equation, a, b)
+            total = tf.reduce_sum(result**2)
+        return result, *tape.gradient(total, [a, b])
+
+    strategy = parity.strategy_for("data=2,model=2", tfpar.LayoutMap())
+    args = tuple(transfer.to_mesh(value, strategy.mesh.layout(layout)) for value, layout in zip(values, layouts))
+    actual = strategy.gather(strategy.run(tf.function(product), args=args), 0)
+    parity.assert_close(tf.function(product)(*map(tf.constant, values)), actual, 1e-11)
+
+
+@pytest.mark.parametrize("chosen", [(3,), (1, 2), (0,), (0, 3), (2,), (0, 1, 2)])
+def test_chosen_dims_are_whole_and_others_stay_split(chosen):
+    strategy = parity.strategy_for("data=2,model=2", tfpar.LayoutMap())
+    value = RNG.randn(4, 4, 4, 4)
+    for spec in itertools.permutations(["data", "model", None, None]):
+        x = transfer.to_mesh(value, strategy.mesh.layout(spec))
+        result = strategy.run(tf.function(lambda x: op_support.gathered(x, chosen.__contains__) * 1.0), args=(x,))
+        found = dtensor.fetch_layout(result).sharding_specs
+        for dim, axis in enumerate(spec):
+            kept = axis and dim not in chosen
+            assert found[dim] == (axis if kept else "unsharded"), (spec, found)
+        np.testing.assert_array_equal(strategy.gather(result, 0), value)
 
 
 @pytest.mark.parametrize("operation", [lambda x: tf.boolean_mask(x, x > 0), lambda x: tf.where(x > 0)])

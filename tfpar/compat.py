@@ -1,13 +1,14 @@
 """The one file that touches private TensorFlow and Keras names, each with its reason.
 
 Every other module imports public API only, so that an upgrade of TensorFlow or Keras is checked here. The package is
-developed against TensorFlow 2.21 and Keras 3.15; `tests/test_compat.py` fails with the name of what moved.
+developed against TensorFlow 2.21 and Keras 3.15; importing this file fails with the name of what moved.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import tempfile
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -37,6 +38,9 @@ from keras.src.backend.common.name_scope import current_path as variable_path_pr
 # Keras divides losses by the number of replicas; see `keep_losses_global`.
 from keras.src.losses import loss as keras_loss
 
+# What writes a model's files; see `save_once`.
+from keras.src.saving import saving_lib
+
 # `fit` takes a distributed dataset only if its class has TensorFlow's own private name; see `accept_mesh_datasets`.
 from keras.src.trainers import data_adapters
 from tensorflow.dtensor.python import api as dtensor_api
@@ -45,7 +49,7 @@ from tensorflow.dtensor.python import api as dtensor_api
 from tensorflow.python.eager import context as tf_context, record as tf_record, tape as tf_tape
 
 # Where every Python call and every gradient of an operation passes; see `route`.
-from tensorflow.python.ops import array_ops, gen_array_ops, gen_nn_ops
+from tensorflow.python.ops import array_ops, gen_array_ops, gen_linalg_ops, gen_math_ops, gen_nn_ops
 from tensorflow.python.saved_model import save_context as tf_save_context
 from tensorflow.python.trackable.base import VARIABLE_VALUE_KEY, Trackable
 
@@ -222,10 +226,10 @@ def route(operation: str, wrapper: Callable[[Callable], Callable]) -> None:
     DTensor partitions some operations wrongly without an error; their inputs must change before they are added.
 
     Args:
-        operation: the function's name in `gen_array_ops`, `gen_nn_ops` or `array_ops`, such as "scatter_nd".
+        operation: the function's name in one of the modules below, such as "scatter_nd".
         wrapper: takes the original function, returns the replacement.
     """
-    modules = (gen_array_ops, gen_nn_ops, array_ops)
+    modules = (gen_array_ops, gen_linalg_ops, gen_math_ops, gen_nn_ops, array_ops)
     original = next(getattr(module, operation) for module in modules if hasattr(module, operation))
     replacement = functools.wraps(original)(wrapper(original))
     for module in (*modules, tf):
@@ -268,6 +272,49 @@ def unroll_recurrence(in_step: Callable[[], bool]) -> None:
     keras_backend.lstm, keras_backend.gru = fused(keras_backend.lstm), fused(keras_backend.gru)
 
 
+def save_once(
+    shared: Callable[[keras.Model], bool], is_writer: Callable[[], bool], wait: Callable[[keras.Model], None]
+) -> None:
+    """Lets one of several processes write a model's files while all read the variables, which gathers them.
+
+    Keras has no hook between: processes that save to one path would write it at the same time.
+
+    Args:
+        shared: whether several processes train the model.
+        is_writer: whether this process writes; the files of the others go nowhere.
+        wait: called with the model when this process has written; returns when all have.
+    """
+
+    def once(save: Callable) -> Callable:
+        @functools.wraps(save)
+        def method(model, filepath, *args, **kwargs):
+            if not shared(model):
+                return save(model, filepath, *args, **kwargs)
+            with tempfile.TemporaryDirectory() as nowhere:
+                save(model, filepath if is_writer() else os.path.join(nowhere, os.path.basename(filepath)), *args, **kwargs)
+            wait(model)
+
+        return method
+
+    for name in ("save_model", "save_weights_only"):
+        setattr(saving_lib, name, once(getattr(saving_lib, name)))
+
+    backup = keras.callbacks.BackupAndRestore
+    save_backup, end = backup._save_model, backup.on_train_end
+
+    def save_model(self):
+        if shared(self.model) and not is_writer():
+            self.model.save_weights(filepath=self._weights_path, overwrite=True)
+        else:
+            save_backup(self)
+
+    def on_train_end(self, logs=None):
+        if is_writer() or not shared(self.model):
+            end(self, logs)
+
+    backup._save_model, backup.on_train_end = functools.wraps(save_backup)(save_model), functools.wraps(end)(on_train_end)
+
+
 def keep_losses_global(is_global: Callable[[tf.distribute.Strategy], bool]) -> None:
     """Stops Keras from dividing losses by the number of replicas where one program sees the global batch.
 
@@ -296,6 +343,7 @@ __all__ = [
     "number_collectives_apart",
     "record_read",
     "route",
+    "save_once",
     "start_dtensor",
     "strategy_of",
     "symbolic_build",

@@ -79,7 +79,7 @@ class GlobalViewStrategy(tf.distribute.Strategy):
         Returns:
             An ordinary tensor outside a `tf.function`.
         """
-        value = tf.nest.map_structure(transfer.to_host, value)
+        value = transfer.all_to_host(value)
         if axis is None:
             return value
         reduce = {"SUM": tf.reduce_sum, "MEAN": tf.reduce_mean}[getattr(reduce_op, "value", reduce_op).upper()]
@@ -88,7 +88,7 @@ class GlobalViewStrategy(tf.distribute.Strategy):
     def gather(self, value: Any, axis: int) -> Any:
         """The whole of a value as an ordinary tensor; it is global, so there is nothing to concatenate along `axis`."""
         del axis
-        return tf.nest.map_structure(transfer.to_host, value)
+        return transfer.all_to_host(value)
 
     def describe(self, model: Any) -> describe.Description:
         """The layout and the bytes on each device of every variable of a model.
@@ -269,4 +269,9 @@ compat.keep_losses_global(_is_global)
 compat.number_collectives_apart()
 compat.accept_mesh_datasets()
 compat.unroll_recurrence(lambda: variables.step_owner() is not None)
+compat.save_once(
+    shared=lambda model: dtensor.num_clients() > 1 and _is_global(compat.strategy_of(model)),
+    is_writer=lambda: dtensor.client_id() == 0,
+    wait=lambda model: dtensor.barrier(compat.strategy_of(model).mesh.dtensor_mesh, timeout_in_ms=600_000),
+)
 training.install(_is_global)

@@ -4,7 +4,8 @@
              variable per operation says so. Right but without a speed-up; said once. An operation that is missing from
              the table is found when TensorFlow refuses it, and the step is tried again.
     wrong    an expansion that gives other numbers without an error where a certain dim is split: that dim is gathered
-             before the operation is added to the graph.
+             before the operation is added to the graph, or its gradient made dense, or, where neither helps, the
+             operation is refused.
 
 Each entry of `WRONG` was seen to be wrong on TensorFlow 2.21 and has a test with the right value.
 """
@@ -17,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
@@ -101,11 +103,29 @@ def _layer(name: str) -> str:
     return "/".join(parts) or name
 
 
-def _gathered(value: Any, dims: Callable[[int], bool] = lambda dim: True) -> tf.Tensor:
-    """The tensor with the chosen dims whole on every device."""
+def gathered(value: Any, dims: Callable[[int], bool] = lambda dim: True) -> tf.Tensor:
+    """The tensor with the chosen dims whole on every device.
+
+    A relayout can leave at most one dim as it is. To leave more, each chosen dim is merged into the one before it and
+    taken apart again: of merged dims DTensor keeps only the split of the first. This moves and costs nothing where the
+    dim is whole already.
+    """
     value = tf.convert_to_tensor(value)
-    spec = [dtensor.UNSHARDED if dims(dim) else _MATCH for dim in range(value.shape.rank)]
-    return dtensor.relayout(value, variables.step_owner().mesh.layout(spec))
+    rank = value.shape.rank
+    chosen = [dims(dim) for dim in range(rank)]
+    if not any(chosen):
+        return value
+    if rank - sum(chosen) <= 1 or not value.shape.is_fully_defined():
+        merge = not value.shape.is_fully_defined()
+        spec = [dtensor.UNSHARDED if merge or chosen[dim] else _MATCH for dim in range(rank)]
+        return dtensor.relayout(value, variables.step_owner().mesh.layout(spec))
+    order = sorted(range(rank), key=lambda dim: chosen[dim]) if chosen[0] else list(range(rank))
+    value, chosen = tf.transpose(value, order) if chosen[0] else value, [chosen[dim] for dim in order]
+    merged: list[int] = []
+    for size, join in zip(value.shape, chosen):
+        merged[len(merged) - join :] = [merged[-1] * size] if join else [size]
+    value = tf.reshape(tf.identity(tf.reshape(value, merged)), value.shape)
+    return value if order == sorted(order) else tf.transpose(value, np.argsort(order))
 
 
 def _whole(operation: Callable) -> Callable:
@@ -114,7 +134,7 @@ def _whole(operation: Callable) -> Callable:
     """
 
     def whole(*args, name=None, **kwargs):
-        return _gathered(operation(*(_gathered(arg) for arg in args), name=name, **kwargs))
+        return gathered(operation(*(gathered(arg) for arg in args), name=name, **kwargs))
 
     return whole
 
@@ -135,8 +155,8 @@ def _scatter_nd(scatter: Callable) -> Callable:
     """As `_whole`; 64-bit indices fail. It is also the gradient of `gather_nd`, `top_k` and `sort`."""
 
     def whole(indices, updates, shape, **kwargs):
-        indices, shape = tf.cast(_gathered(indices), tf.int32), tf.cast(shape, tf.int32)
-        return _gathered(scatter(indices, _gathered(updates), shape, **kwargs))
+        indices, shape = tf.cast(gathered(indices), tf.int32), tf.cast(shape, tf.int32)
+        return gathered(scatter(indices, gathered(updates), shape, **kwargs))
 
     return whole
 
@@ -145,7 +165,7 @@ def _sparse_cross_entropy(cross_entropy: Callable) -> Callable:
     """A label is looked up among a shard's classes: the loss is NaN where logits are split over the classes."""
 
     def whole(features, labels, **kwargs):
-        return cross_entropy(_gathered(features, lambda dim: dim == 1), labels, **kwargs)
+        return cross_entropy(gathered(features, lambda dim: dim == 1), labels, **kwargs)
 
     return whole
 
@@ -164,7 +184,7 @@ def _strided_slice(strided_slice: Callable) -> Callable:
             return result
         steps = tf.get_static_value(tf.convert_to_tensor(strides))
         if steps is not None and (steps < 0).any():
-            return _gathered(strided_slice(_gathered(input), begin, end, strides, **kwargs))
+            return gathered(strided_slice(gathered(input), begin, end, strides, **kwargs))
         return strided_slice(input, begin, end, strides, **kwargs)
 
     return whole
@@ -180,7 +200,44 @@ def _lookup(gather: Callable) -> Callable:
     return dense
 
 
+def _einsum(einsum: Callable) -> Callable:
+    """Where one input splits a summed dim and the other splits another dim of both, over one axis, each device pairs
+    shards that do not belong together. So that only one dim of both can be split, summed dims are gathered; the first
+    one stays split (heads, in an attention's output) where no dim of both is kept.
+    """
+
+    def one_split(inputs, equation, **kwargs):
+        terms, _, result = equation.replace(" ", "").partition("->")
+        terms = terms.split(",")
+        if len(terms) == 2 and "." not in equation:
+            shared = [label for label in terms[0] if label in terms[1]]
+            summed = [label for label in shared if label not in result]
+            alone = [label for label in set(terms[0]) ^ set(terms[1]) if label not in result]
+            whole = set(alone + (summed if len(summed) < len(shared) else summed[1:]))
+            inputs = [gathered(value, lambda dim, term=term: term[dim] in whole) for value, term in zip(inputs, terms)]
+        return einsum(inputs, equation, **kwargs)
+
+    return one_split
+
+
+def _matmul(matmul: Callable) -> Callable:
+    """As `_einsum`: with two or more dims before a matrix, the summed dim is gathered."""
+
+    def one_split(x, y, adj_x=False, adj_y=False, **kwargs):
+        x, y = tf.convert_to_tensor(x), tf.convert_to_tensor(y)
+        if max(x.shape.rank, y.shape.rank) > 3:
+            x = gathered(x, lambda dim: dim == x.shape.rank - (2 if adj_x else 1))
+            y = gathered(y, lambda dim: dim == y.shape.rank - (1 if adj_y else 2))
+        return matmul(x, y, adj_x=adj_x, adj_y=adj_y, **kwargs)
+
+    return one_split
+
+
 WRONG = {
+    "einsum": _einsum,
+    "batch_mat_mul": _matmul,
+    "batch_mat_mul_v2": _matmul,
+    "batch_mat_mul_v3": _matmul,
     "gather_v2": _lookup,
     "scatter_nd": _scatter_nd,
     "gather_nd": _whole,

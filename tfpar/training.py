@@ -43,7 +43,7 @@ class GlobalViewTrainer:
         step = _step(model, model.predict_step)
 
         def predict(batches: list) -> Any:
-            outputs = [transfer_to_host(step(batch)) for batch in batches]
+            outputs = [transfer.all_to_host(step(batch)) for batch in batches]
             return tf.nest.map_structure(lambda *parts: parts[0] if len(parts) == 1 else tf.concat(parts, 0), *outputs)
 
         return predict
@@ -132,16 +132,11 @@ def _over_batches(model: keras.Model, step: Callable[[Any], Any]) -> Callable[[I
             logs = step(batch)
         if logs is None:
             raise StopIteration
-        logs = transfer_to_host(logs)
+        logs = transfer.all_to_host(logs)
         watch.see(logs)
         return logs
 
     return function
-
-
-def transfer_to_host(values: Any) -> Any:
-    """A structure of DTensors as ordinary tensors."""
-    return tf.nest.map_structure(transfer.to_host, values)
 
 
 def _without_optional(spec: Any) -> Any:

@@ -81,6 +81,11 @@ def to_host(value: Any) -> tf.Tensor:
         return tf.convert_to_tensor(_assemble(shards, layout, tuple(value.shape)))
 
 
+def all_to_host(values: Any) -> Any:
+    """A structure of values as `to_host` gives each."""
+    return tf.nest.map_structure(to_host, values)
+
+
 def _assemble(shards: list[tf.Tensor], layout: dtensor.Layout, shape: tuple[int, ...]) -> np.ndarray:
     whole = None
     for shard, location in zip(shards, layout.mesh.local_device_locations()):
