@@ -9,6 +9,7 @@ import pytest
 from keras import layers, ops
 
 import tfpar
+from tfpar import compat
 from tfpar.models.gpt import gpt
 
 MESHES = ("data=2,model=2", "model=4")
@@ -316,3 +317,21 @@ def test_tensor_parallel_strategy():
         model = functional(glu)
     assert split_dims(strategy, model) == MODELS["glu"][1]
     assert all(row.device_bytes == row.bytes // 2 for row in strategy.describe(model) if any(row.layout))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("head", [tied, untied])
+def test_no_device_holds_whole_logits(head, mesh):
+    """The largest tensor of the program that each device runs is smaller than its examples' logits of all classes."""
+    before, classes = compat.program_names(), 512
+    strategy = tfpar.HybridStrategy(mesh)
+    with strategy.scope():
+        model = functional(head(classes), (6,), "int32")
+        model.compile("adam", LOGITS(from_logits=True), metrics=["accuracy"])
+    model.fit(IDS, IDS, batch_size=8, verbose=0)
+    programs = [compat.program(name) for name in compat.program_names() - before]
+    nodes = [node for nodes in programs if any(n.op.startswith("Collective") for n in nodes) for node in nodes]
+    shapes = [shape for node in nodes if "_output_shapes" in node.attr for shape in node.attr["_output_shapes"].list.shape]
+    largest = max(np.prod([dim.size for dim in shape.dim], dtype=int) for shape in shapes)
+    whole = 8 // strategy.mesh.data_size * 6 * classes
+    assert largest < whole
