@@ -63,6 +63,6 @@ setup(
             "setuptools>=77",  # tests/test_packaging.py builds the package without fetching a build environment
         ],
         "lint": ["ruff>=0.14"],
-        "bench": [],  # the benchmarks need nothing beyond the package itself
+        "bench": ["jax>=0.10"],  # Keras on JAX, to compare with
     },
 )

@@ -335,3 +335,31 @@ def test_no_device_holds_whole_logits(head, mesh):
     largest = max(np.prod([dim.size for dim in shape.dim], dtype=int) for shape in shapes)
     whole = 8 // strategy.mesh.data_size * 6 * classes
     assert largest < whole
+
+
+def test_layouts_follow_a_later_compile():
+    strategy = tfpar.HybridStrategy("data=2,model=2")
+    with strategy.scope():
+        model = functional(untied(32), (6,), "int32")
+    assert split_dims(strategy, model) == {"embedding/embeddings": 0}
+    with strategy.scope():
+        model.compile("adam", LOGITS(from_logits=True))
+    assert split_dims(strategy, model) == VOCABULARIES["untied"][1]
+    model.fit(IDS, IDS, verbose=0)
+    with strategy.scope():
+        model.compile("adam", "mse")
+    assert split_dims(strategy, model) == VOCABULARIES["untied"][1]  # a traced step holds its variables
+
+
+def test_inputs_of_unknown_length_and_shared_layers(float64):
+    a, ids = RNG.randn(8, 8), IDS[:, :5]
+    y = RNG.randn(8, 16)
+
+    def build():
+        numbers, tokens = keras.Input((8,), name="numbers"), keras.Input((None,), dtype="int32", name="tokens")
+        up, down = layers.Dense(16, activation="relu", name="up"), layers.Dense(16, name="down")
+        pooled = layers.GlobalAveragePooling1D()(layers.Embedding(32, 8, name="embedding")(tokens))
+        return parity.compiled(keras.Model({"numbers": numbers, "tokens": tokens}, down(up(numbers)) + down(up(pooled))))
+
+    expected = {"embedding/embeddings": 0, "up/kernel": 1, "up/bias": 0, "down/kernel": 0}
+    check(build, {"numbers": a, "tokens": ids}, y, "data=2,model=2", expected)

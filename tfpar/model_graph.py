@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 EXAMPLES = 2  # the batch that the graph is made for; its size does not matter
+LENGTHS = (16, 64, 224)  # tried for dims whose size is not known, such as the length of a sequence or the width of an image
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,22 @@ def trace(model: keras.Model, inputs: Any) -> ModelGraph:
 
     Returns:
         The graph, whose calls of functions are not looked into.
+
+    Raises:
+        Exception: whatever the model raises on symbolic values.
     """
+    shapes = [tuple(leaf.shape)[1:] for leaf in keras.tree.flatten(inputs)]
+    if all(None not in shape for shape in shapes):
+        return _trace(model, inputs, 0)
+    for length in LENGTHS:
+        try:
+            return _trace(model, inputs, length)
+        except (ValueError, tf.errors.InvalidArgumentError) as error:
+            failure = error
+    raise failure
+
+
+def _trace(model: keras.Model, inputs: Any, length: int) -> ModelGraph:
     graph = tf.Graph()
     with graph.as_default():
         names, mapping = {}, []
@@ -44,7 +60,10 @@ def trace(model: keras.Model, inputs: Any) -> ModelGraph:
             names[value.op.name] = variable
             mapping.append((variable, value))
         values = keras.tree.map_structure(
-            lambda leaf: tf.compat.v1.placeholder(leaf.dtype, (EXAMPLES, *tuple(leaf.shape)[1:])), inputs
+            lambda leaf: tf.compat.v1.placeholder(
+                leaf.dtype, (EXAMPLES, *(length if size is None else size for size in leaf.shape[1:]))
+            ),
+            inputs,
         )
         with keras.StatelessScope(state_mapping=mapping):
             outputs = model(values, training=True)

@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import compat, devices
+from tfpar import compat, devices, model_graph
 from tfpar.autolayout import MODEL, AutoLayout
 from tfpar.layouts import Decision, LayoutMap, Spec
 from tfpar.mesh import DATA, Mesh
@@ -45,6 +45,7 @@ class Placement:
         self._rules.check_axes(mesh)
         self._matched: set[str | None] = set()
         self._settled: weakref.WeakKeyDictionary[keras.Model, dict[int, Decision]] = weakref.WeakKeyDictionary()
+        self._basis: weakref.WeakKeyDictionary[keras.Model, tuple] = weakref.WeakKeyDictionary()
         if self._plan is None:
             _check_axes_used(mesh, self._rules.axes | ({self._auto.axis} if self._auto else set()))
 
@@ -62,7 +63,10 @@ class Placement:
             )
 
     def settle(self, model: keras.Model, batch: Any = None) -> None:
-        """Gives a complete model's variables their final layouts, once, and checks that every rule found a variable.
+        """Gives a complete model's variables their layouts and checks that every rule found a variable.
+
+        Once, except that automatic layouts are decided anew where the model was compiled or got its inputs since, as long
+        as no step was traced.
 
         Args:
             model: a built model whose variables were made under this placement.
@@ -71,7 +75,7 @@ class Placement:
         Raises:
             ValueError: a rule that matches no variable, or does not fit the one that it matches.
         """
-        if model in self._settled:
+        if model in self._settled and not self._knows_more(model, batch):
             return
         rules = _as_layout_map(self._plan(model)) if self._plan else self._rules
         rules.check_axes(self._mesh)
@@ -84,7 +88,13 @@ class Placement:
             _check_axes_used(self._mesh, {axis for decision in decisions.values() for axis in decision.spec})
             for variable in model.variables:
                 compat.native(variable).place(self._mesh.layout(decisions[id(variable)].spec))
-        self._settled[model] = decisions
+        self._settled[model], self._basis[model] = decisions, _basis(model, batch)
+
+    def _knows_more(self, model: keras.Model, batch: Any) -> bool:
+        """Whether automatic layouts were decided without the loss or the inputs that there are now, and can still change."""
+        basis = _basis(model, batch)
+        was, self._basis[model] = self._basis.get(model, basis), basis
+        return bool(self._auto) and was != basis and not any(compat.native(v).traced for v in model.variables)
 
     def reason(self, model: keras.Model, variable: keras.Variable) -> str:
         """Why a settled model's variable has its layout: the rule that matched, or what automatic layouts found."""
@@ -114,6 +124,11 @@ def _as_layout_map(layouts: Any) -> LayoutMap:
         'layouts is "auto", a tfpar.AutoLayout, a tfpar.LayoutMap, a dict of rules, or a function of the model that returns '
         f"rules; got {layouts!r}."
     )
+
+
+def _basis(model: keras.Model, batch: Any) -> tuple:
+    """What automatic layouts depend on besides the model."""
+    return id(getattr(model, "loss", None)), model_graph.input_specs(model, batch) is not None
 
 
 def _by_rule(rules: LayoutMap, variable: keras.Variable, mesh: Mesh) -> Decision:

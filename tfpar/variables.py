@@ -116,6 +116,11 @@ class MeshVariable(dtensor.DVariable):
         self._shards_handle = handle
 
     @property
+    def traced(self) -> bool:
+        """Whether a traced step uses this variable, after which its layout cannot change."""
+        return self._traced
+
+    @property
     def followers(self) -> list[MeshVariable]:
         """The variables that take over this one's layout: an optimizer's slots."""
         return [follower for follower in (reference() for reference in self._followers) if follower is not None]
