@@ -21,9 +21,11 @@ import tfpar
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"tfpar": "tfpar", "strategies": "tfpar.strategies", "models": "tfpar.models"}
 SOURCES = {
-    ".".join([PACKAGES[folder], *(() if file.stem == "__init__" else (file.stem,))]): file
+    ".".join(
+        [PACKAGES[folder], *(part for part in file.relative_to(ROOT / folder).with_suffix("").parts if part != "__init__")]
+    ): file
     for folder in PACKAGES
-    for file in sorted((ROOT / folder).glob("*.py"))
+    for file in sorted((ROOT / folder).rglob("*.py"))
 }
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules of stages and micro-batches."""
