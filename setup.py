@@ -19,6 +19,7 @@ def version() -> str:
 NOTEBOOKS = [
     "ipykernel>=7.0",  # the kernel that runs a notebook, in any editor
     "matplotlib>=3.10",  # the pictures
+    "scikit-learn>=1.7",  # brings the images of 01_digits.ipynb, so nothing is fetched when it runs
 ]
 
 setup(
