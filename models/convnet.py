@@ -56,7 +56,8 @@ def convnet(
         for j in range(2):
             # The normalization subtracts the mean, so a bias before it would do nothing.
             x = layers.Conv2D(channels, 3, padding="same", use_bias=False, name=f"stage_{i}_conv_{j}")(x)
-            x = layers.BatchNormalization(name=f"stage_{i}_norm_{j}")(x)
+            # Keras' momentum of 0.99 needs hundreds of steps until evaluation sees the statistics that training saw.
+            x = layers.BatchNormalization(momentum=0.9, name=f"stage_{i}_norm_{j}")(x)
             x = layers.Activation("relu", name=f"stage_{i}_relu_{j}")(x)
     x = layers.GlobalAveragePooling2D(name="mean")(x)
     x = layers.Dropout(dropout, name="dropout")(x)
