@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import keras
+
 from model_coverage.case import Case
 
 SIZES = (32, 48, 64, 71, 75, 96, 128, 224, 331)

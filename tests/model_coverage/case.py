@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import json
-import sys
+import re
 import time
 import traceback
 from collections.abc import Callable
@@ -19,7 +19,7 @@ import tensorflow as tf
 import tfpar
 
 BATCH, STEPS = 4, 3
-TOLERANCE = 1e-8
+TOLERANCE = {"float64": 1e-8, "float32": 1e-6}
 MESHES = ("data=2,model=2", "model=4")
 RATES = ("rate", "dropout", "recurrent_dropout", "drop_path_rate", "dropout_rate", "drop_rate", "stddev", "_dropout")
 
@@ -33,17 +33,31 @@ class Case:
         inputs: (rows, ...) arrays for `fit`, or a function of the model that makes them; None: numbers, or ids below
             `ids`, for the model's inputs.
         ids: token ids are below this.
-        precision: float64 where the model can.
     """
 
     build: Callable[[], keras.Model]
     inputs: Any = None
     ids: int = 8
-    precision: str = "float64"
 
 
 class NotComparable(Exception):
     """Why there is nothing to compare, in words."""
+
+
+def columns(model: keras.Model) -> dict[str, tuple]:
+    """Rules that split every matrix by its last dim and attention by its heads, which no thought-out layout does.
+
+    Kernels of convolutions and recurrences, which TensorFlow refuses to split, stay whole.
+    """
+    rules = {}
+    for v in model.trainable_variables:
+        size = v.shape[-1] if len(v.shape) else 0
+        recurrent = any(word in v.path for word in ("lstm", "gru", "rnn", "recurrent"))
+        if len(v.shape) == 2 and size % 4 == 0 and not recurrent:
+            rules[re.escape(v.path)] = (None, "model")
+        elif re.search(r"(query|key|value)/kernel$", v.path) and len(v.shape) == 3 and v.shape[1] % 4 == 0:
+            rules[re.escape(v.path)] = (None, "model", None)
+    return rules
 
 
 def no_dropout(model: keras.Model) -> None:
@@ -123,25 +137,25 @@ def difference(one: tuple, other: tuple) -> tuple[float, str]:
 
 def reason(error: BaseException) -> str:
     """An error in one line."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    for line in str(error).splitlines():
-        if any(word in line for word in ("op does not implement", "Error encountered", "INVALID_ARGUMENT:", "SPMD")):
-            text = line.strip()
-            break
-    return f"{type(error).__name__}: {text}"[:300]
+    text = str(error)
+    said = re.search(r"\berror: (.+)", text) or re.search(r"(.*(?:op does not implement|INVALID_ARGUMENT: ).*)", text)
+    said = said[1] if said else next((line for line in text.splitlines() if line.strip()), "")
+    operation = re.search(r'current operation: .*?"(tf\.\w+)"', text)
+    operation = f"{operation[1]}: " if operation else ""
+    return f"{type(error).__name__}: {operation}{said.strip()}"[:300]
 
 
-def compare(case: Case, meshes: tuple[str, ...] = MESHES) -> Any:
-    """Yields a result per mesh: dict(mesh, ok, error, where, floor, seconds, cause)."""
-    keras.config.set_floatx(case.precision)
-    keras.config.set_dtype_policy(case.precision)
+def compare(case: Case, meshes: tuple[str, ...] = MESHES, layouts: str = "default") -> Any:
+    """Yields a result per mesh: dict(mesh, ok, error, where, floor, seconds, cause).
+
+    `layouts` is "default", those of a strategy that is told none, or "columns".
+    """
+    chosen = {} if layouts == "default" else {"layouts": columns}
     rows = np.arange(BATCH * STEPS)
     reversed_rows = rows.reshape(STEPS, BATCH)[:, ::-1].reshape(-1)
-    start, one, floor = time.time(), None, None
+    start, floor = time.time(), None
     try:
-        one = train(case, None, rows)
-        if not all(np.isfinite(w).all() for w in one[0].values() if w.dtype.kind == "f") or not np.isfinite(one[1]).all():
-            raise NotComparable("not finite on one device")
+        one, precision = on_one_device(case, rows)
     except Exception as error:
         cause = str(error) if isinstance(error, NotComparable) else f"one device: {reason(error)}"
         yield from ({"mesh": mesh, "ok": None, "cause": cause} for mesh in meshes)
@@ -150,8 +164,8 @@ def compare(case: Case, meshes: tuple[str, ...] = MESHES) -> Any:
     for mesh in meshes:
         start = time.time()
         try:
-            error, where = difference(one, train(case, tfpar.HybridStrategy(mesh), rows))
-            result = {"mesh": mesh, "ok": error <= TOLERANCE, "error": error}
+            error, where = difference(one, train(case, tfpar.HybridStrategy(mesh, **chosen), rows))
+            result = {"mesh": mesh, "ok": error <= TOLERANCE[precision], "error": error}
             if not result["ok"]:
                 if floor is None:
                     floor = difference(one, train(case, None, reversed_rows))[0]
@@ -161,10 +175,30 @@ def compare(case: Case, meshes: tuple[str, ...] = MESHES) -> Any:
         except Exception as error:
             result = {"mesh": mesh, "ok": False, "cause": reason(error), "trace": traceback.format_exc()[-6000:]}
         gc.collect()
-        yield result | {"seconds": round(time.time() - start, 1), "one_device_seconds": round(spent, 1)}
+        seconds = {"seconds": round(time.time() - start, 1), "one_device_seconds": round(spent, 1)}
+        yield result | seconds | {"precision": precision}
 
 
-def main(names: list[str], meshes: tuple[str, ...]) -> None:
+def on_one_device(case: Case, rows: np.ndarray) -> tuple[tuple, str]:
+    """What one device gives, in float64 or, where that fails, in float32; and which of them it was."""
+    for precision in ("float64", "float32"):
+        keras.config.set_floatx(precision)
+        keras.config.set_dtype_policy(precision)
+        try:
+            one = train(case, None, rows)
+        except NotComparable:
+            raise
+        except Exception:
+            if precision == "float32":
+                raise
+            continue
+        if not all(np.isfinite(w).all() for w in one[0].values() if w.dtype.kind == "f") or not np.isfinite(one[1]).all():
+            raise NotComparable("not finite on one device")
+        break
+    return one, precision
+
+
+def main(names: list[str], meshes: list[str], layouts: str) -> None:
     """Runs cases of one process and prints a line per start and per result, which run.py reads."""
     from model_coverage.run import case_of
 
@@ -178,9 +212,5 @@ def main(names: list[str], meshes: tuple[str, ...]) -> None:
             for mesh in meshes:
                 print(json.dumps({"case": name, "mesh": mesh, "ok": None, "cause": str(error)}), flush=True)
         if case is not None:
-            for result in compare(case, meshes):
-                print(json.dumps({"case": name, "precision": case.precision} | result), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[2:], tuple(sys.argv[1].split(";")))
+            for result in compare(case, meshes, layouts):
+                print(json.dumps({"case": name} | result), flush=True)

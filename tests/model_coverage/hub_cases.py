@@ -6,10 +6,12 @@ Sizes are looked up by the name of a constructor's argument; what a backbone nee
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import keras_hub
+
 from model_coverage.case import Case, NotComparable
 
 LENGTH, IMAGE = 8, (32, 32, 3)
@@ -45,6 +47,8 @@ SIZES = {
     "filter_dim": 16,
 }
 OPTIONAL = {"max_sequence_length", "image_shape", "top_k", "head_dim"}
+# Open sizes of inputs that are not LENGTH.
+LENGTHS = {("MoonshineBackbone", "encoder_input_values"): {0: 1024}}
 ABSTRACT = {"Backbone", "FeaturePyramidBackbone"}
 TASKS = ("TextClassifier", "ImageClassifier", "CausalLM", "Seq2SeqLM", "MaskedLM", "ImageSegmenter", "ImageToImage")
 
@@ -57,7 +61,7 @@ def resnet() -> keras.Model:
 RESNET = {
     "input_conv_filters": [8],
     "input_conv_kernel_sizes": [3],
-    "stackwise_num_filters": [8, 8, 16, 16],
+    "stackwise_num_filters": [64, 64, 64, 64],  # the first must be 64
     "stackwise_num_blocks": [1, 1, 1, 1],
     "stackwise_num_strides": [1, 2, 2, 2],
     "block_type": "basic_block",
@@ -127,7 +131,7 @@ OWN: dict[str, Any] = {
         "stackwise_depth": [1, 1],
         "stackwise_strides": [1, 2],
         "stackwise_num_filters": [8, 16],
-        "block_type": "dark_block",
+        "block_type": "dark",
         "stem_pooling": "max",
     },
     "DeepLabV3Backbone": lambda: {
@@ -243,6 +247,73 @@ OWN["PARSeqBackbone"] = lambda: {
     "num_decoder_heads": 4,
     "decoder_mlp_dim": 64,
 }
+TEXT = {name: SIZES[name] for name in ("vocabulary_size", "num_layers", "num_heads", "intermediate_dim")}
+VISION = {name: SIZES[name] for name in ("patch_size", "num_layers", "num_heads", "intermediate_dim", "image_shape")}
+for _name in ("CLIP", "MetaCLIP2"):
+    OWN[f"{_name}Backbone"] = lambda name=_name: {
+        "vision_encoder": getattr(keras_hub.models, f"{name}VisionEncoder")(**VISION, hidden_dim=32),
+        "text_encoder": getattr(keras_hub.models, f"{name}TextEncoder")(
+            **TEXT, embedding_dim=32, hidden_dim=32, max_sequence_length=LENGTH
+        ),
+        "projection_dim": 16,
+    }
+OWN["SigLIPBackbone"] = lambda: {
+    "vision_encoder": keras_hub.models.SigLIPVisionEncoder(**VISION, hidden_dim=32),
+    "text_encoder": keras_hub.models.SigLIPTextEncoder(
+        **TEXT, embedding_dim=32, hidden_dim=32, max_sequence_length=LENGTH, projection_dim=32
+    ),
+}
+OWN["SAMBackbone"] = lambda: {
+    "image_encoder": keras_hub.models.ViTDetBackbone(
+        **{name: value for name, value in VISION.items() if name != "image_shape"},
+        **OWN["ViTDetBackbone"],
+        hidden_size=16,
+        image_shape=IMAGE,
+    ),
+    "prompt_encoder": keras_hub.layers.SAMPromptEncoder(
+        hidden_size=16, image_embedding_size=(4, 4), input_image_size=IMAGE[:2], mask_in_channels=8
+    ),
+    "mask_decoder": keras_hub.layers.SAMMaskDecoder(
+        num_layers=1, hidden_size=16, intermediate_dim=32, num_heads=4, embedding_dim=16, iou_head_hidden_dim=16
+    ),
+}
+OWN["DepthAnythingBackbone"] = lambda: {
+    "image_encoder": keras_hub.models.DINOV2Backbone(**VISION, hidden_dim=32, position_embedding_shape=IMAGE),
+    "reassemble_factors": [4, 2, 1, 0.5],
+    "neck_hidden_dims": [8, 8, 16, 16],
+    "fusion_hidden_dim": 16,
+    "head_hidden_dim": 8,
+    "head_in_index": -1,
+    "feature_keys": ["stage1", "stage1", "stage2", "stage2"],
+}
+OWN["MobileNetV5Backbone"] = (
+    {
+        "stackwise_block_types": [["er"], ["uir", "uir"]],
+        "stackwise_num_blocks": [1, 2],
+        "use_msfa": False,
+        "num_features": 16,
+    }
+    | {
+        f"stackwise_{key}": [[first], [second, second]]
+        for key, first, second in (
+            ("num_filters", 8, 16),
+            ("act_layers", "relu", "relu"),
+            ("exp_ratios", 4.0, 2.0),
+            ("se_ratios", 0.0, 0.0),
+            ("dw_kernel_sizes", 0, 3),
+            ("dw_start_kernel_sizes", 0, 0),
+            ("dw_end_kernel_sizes", 0, 0),
+            ("exp_kernel_sizes", 3, 0),
+            ("pw_kernel_sizes", 1, 0),
+            ("num_heads", 0, 0),
+            ("key_dims", 0, 0),
+            ("value_dims", 0, 0),
+            ("kv_strides", 0, 0),
+            ("use_cpe", False, False),
+        )
+    }
+    | {"stackwise_strides": [[2], [2, 1]]}
+)
 
 
 def names() -> list[str]:
@@ -279,28 +350,33 @@ def tasks(name: str) -> list[str]:
     return sorted(found, key=lambda task: next((i for i, kind in enumerate(TASKS) if task.endswith(kind)), len(TASKS)))
 
 
-def with_head(name: str) -> keras.Model:
-    """The first task that can be built on the backbone, or the backbone alone."""
+def heads(name: str) -> Iterator[Callable[[], keras.Model]]:
+    """Makers of the backbone's tasks, and of the backbone alone."""
     for task in tasks(name):
-        arguments = {"num_classes": 4} if "num_classes" in inspect.signature(getattr(keras_hub.models, task)).parameters else {}
-        try:
-            return getattr(keras_hub.models, task)(backbone=backbone(name), preprocessor=None, **arguments)
-        except (TypeError, ValueError, AttributeError):
-            continue
-    return backbone(name)
+        cls = getattr(keras_hub.models, task)
+        classes = {"num_classes": 4} if "num_classes" in inspect.signature(cls).parameters else {}
+        yield lambda cls=cls, classes=classes: cls(backbone=backbone(name), preprocessor=None, **classes)
+    yield lambda: backbone(name)
 
 
 def build(name: str) -> keras.Model:
-    """The model with sizes for all dims of its inputs, and with its float outputs only."""
-    inner = with_head(name)
+    """The first of them that can be built on inputs of known sizes, with its float outputs only."""
+    for head in heads(name):
+        try:
+            inner = head()
+            inputs = keras.tree.map_structure(lambda tensor: sized(name, tensor), inner.input)
+            outputs = [t for t in keras.tree.flatten(inner(inputs)) if "float" in t.dtype]
+            return keras.Model(inputs, outputs[0] if len(outputs) == 1 else outputs, name=type(inner).__name__)
+        except (TypeError, ValueError, AttributeError) as error:
+            failure = error
+    raise failure
 
-    def given(tensor):
-        whole = [LENGTH if size is None else size for size in tensor.shape[1:]]
-        return keras.Input(whole, dtype=tensor.dtype, name=tensor.name.split("/")[-1].replace(":", "_"))
 
-    inputs = keras.tree.map_structure(given, inner.input)
-    outputs = [t for t in keras.tree.flatten(inner(inputs)) if "float" in t.dtype]
-    return keras.Model(inputs, outputs[0] if len(outputs) == 1 else outputs, name=type(inner).__name__)
+def sized(name: str, tensor: keras.KerasTensor) -> keras.KerasTensor:
+    """An input like the tensor, with a number for each size that is open."""
+    own = LENGTHS.get((name, tensor.name), {})
+    whole = [own.get(dim, LENGTH) if size is None else size for dim, size in enumerate(tensor.shape[1:])]
+    return keras.Input(whole, dtype=tensor.dtype, name=tensor.name)
 
 
 def case(name: str) -> Case:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import keras
 import numpy as np
 from keras import layers
+
 from model_coverage.case import Case, NotComparable
 
 SEQUENCE, IMAGE, VOLUME = (6, 8), (8, 8, 4), (4, 4, 4, 2)

@@ -11,13 +11,14 @@ Which layers of `keras.layers`, backbones of KerasHub and models of `keras.appli
 have no result yet. What is in the table is found by looking into Keras and KerasHub, so a new class is a new line.
 
 A case trains three steps of Adam on batches of 4, without dropout, on one device and on each mesh, and compares every
-weight and every loss. "ok" is the largest difference, at most {tolerance:.0e} in float64. Where a model's own rounding is
+weight and every loss. "ok" is the largest difference, at most {double:.0e} in float64. Where a model's own rounding is
 larger, the number behind "noise" is the difference that reversing the rows of each batch makes on one device, and the
 mesh is within ten times that. Everything else is a line with its cause. A layer stands between two `Dense` layers. A
 backbone has the tiny sizes of [hub_cases.py](../tests/model_coverage/hub_cases.py) and its task's head if it has one. A
 model of `keras.applications` has the smallest images that it takes and four classes.
 
-{versions}, on logical CPU devices; GPU and TPU: not yet run. Sentences of failures are TensorFlow's or Keras' own, cut short.
+{versions}, on logical CPU devices; GPU and TPU: not yet run. Sentences of failures are TensorFlow's or Keras' own, cut
+short. "float32": the model fails in float64 on one device; there the largest difference is at most {single:.0e}.
 """
 TITLES = {
     "layers": "Layers of keras.layers",
@@ -40,7 +41,8 @@ def cell(result: dict | None) -> str:
     kind = state(result)
     if kind == "ok":
         noise = f" (noise {result['floor']:.0e})" if "floor" in result else ""
-        return f"ok, {result['error']:.0e}{noise}"
+        single = "float32, " * (result.get("precision") == "float32")
+        return f"ok, {single}{result['error']:.0e}{noise}"
     cause = (result or {}).get("cause", "")
     cause = cause.replace("|", "\\|").replace("<", "&lt;").replace("`", "'").replace("[", "\\[")
     if kind == "failed" and result.get("floor") is not None:
@@ -53,7 +55,7 @@ def page(names: list[str], results: dict, versions: dict[str, str]) -> str:
     from model_coverage.case import MESHES, TOLERANCE
 
     said = ", ".join(f"{name} {version}" for name, version in versions.items())
-    lines = [HEAD.format(tolerance=TOLERANCE, versions=said)]
+    lines = [HEAD.format(double=TOLERANCE["float64"], single=TOLERANCE["float32"], versions=said)]
     for group, title in TITLES.items():
         members = [name for name in names if name.startswith(group + "/")]
         lines += [f"## {title}", ""]

@@ -2,7 +2,7 @@
 
     python -m model_coverage.run --only=layers/ --only=keras_hub/Bert --resume
 
-A process runs a few layers or one model and is replaced after a failure. One process runs at a time.
+A process runs a few layers or one model; where it ends or breaks a limit, another takes the rest. One runs at a time.
 """
 
 from __future__ import annotations
@@ -22,16 +22,21 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 from absl import app, flags
+
 from model_coverage import application_cases, case as one_case, hub_cases, layer_cases, page
 
 HERE = Path(__file__).parent
 GROUPS = {"layers": layer_cases, "keras_hub": hub_cases, "applications": application_cases}
+CHILD = "import json, sys; from model_coverage.case import main; main(*json.loads(sys.argv[1]))"
 TOGETHER = {"layers": 12, "keras_hub": 1, "applications": 1}
 
 FLAGS = flags.FLAGS
 flags.DEFINE_multi_string("only", [], "Cases whose name starts with this, or matches it with *; all by default.")
 flags.DEFINE_bool("resume", False, "Leave out cases that have a result for every mesh.")
 flags.DEFINE_multi_string("mesh", list(one_case.MESHES), "Meshes.")
+flags.DEFINE_enum(
+    "layouts", "default", ["default", "columns"], "Layouts that the strategy finds, or every matrix split by columns."
+)
 flags.DEFINE_integer("seconds", 900, "Limit of one case, all its meshes together.")
 flags.DEFINE_integer("gigabytes", 16, "Limit of one process.")
 flags.DEFINE_string("results", str(HERE / "results.json"), "Where results are kept.")
@@ -65,7 +70,7 @@ def memory(pid: int) -> float:
 
 def run(todo: list[str], meshes: list[str], keep) -> list[str]:
     """Runs cases in one process until it ends or breaks a limit; returns what is left to do."""
-    command = [sys.executable, "-m", "model_coverage.case", ";".join(meshes), *todo]
+    command = [sys.executable, "-c", CHILD, json.dumps([todo, meshes, FLAGS.layouts])]
     environment = os.environ | {"PYTHONPATH": str(HERE.parent)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, env=environment, cwd=HERE.parent.parent, **pipes)
