@@ -44,7 +44,7 @@ def test_the_page_is_what_the_results_say():
 
 @pytest.mark.parametrize(("mesh", "noise", "ok"), [(1.1, 1.1, True), (1.1, 1.0, False), (1.0, 1.0, True)])
 def test_wrong_numbers_are_a_failure_with_a_cause(mesh, noise, ok, monkeypatch):
-    trained = iter([({"0 w": np.full(2, value)}, [1.0]) for value in (1.0, mesh, noise)])
+    trained = iter([({"0 w": np.full(2, value)}, [1.0], 0) for value in (1.0, mesh, noise)])
     monkeypatch.setattr(case, "train", lambda *args: next(trained))
     (result,) = case.compare(case.Case(lambda: None), ("data=2",))
     assert result["ok"] is ok

@@ -53,7 +53,7 @@ def columns(model: keras.Model) -> dict[str, tuple]:
     for v in model.trainable_variables:
         size = v.shape[-1] if len(v.shape) else 0
         recurrent = any(word in v.path for word in ("lstm", "gru", "rnn", "recurrent"))
-        if len(v.shape) == 2 and size % 4 == 0 and not recurrent:
+        if len(v.shape) == 2 and size % 4 == 0 and not recurrent and not v.path.endswith("bias"):
             rules[re.escape(v.path)] = (None, "model")
         elif re.search(r"(query|key|value)/kernel$", v.path) and len(v.shape) == 3 and v.shape[1] % 4 == 0:
             rules[re.escape(v.path)] = (None, "model", None)
@@ -93,8 +93,8 @@ def random_inputs(model: keras.Model, ids: int) -> Any:
     return keras.tree.map_structure(array, model.input)
 
 
-def train(case: Case, strategy: Any, order: np.ndarray) -> tuple[dict[str, np.ndarray], list[float]]:
-    """The weights and losses after three steps; `order` permutes the rows inside each batch."""
+def train(case: Case, strategy: Any, order: np.ndarray) -> tuple[dict[str, np.ndarray], list[float], int]:
+    """Weights and losses after three steps, and the number of split weights; `order` permutes the rows of each batch."""
     keras.utils.clear_session(free_memory=True)
     keras.utils.set_random_seed(0)
     with strategy.scope() if strategy else contextlib.nullcontext():
@@ -123,7 +123,9 @@ def train(case: Case, strategy: Any, order: np.ndarray) -> tuple[dict[str, np.nd
     weights = {f"{i} {v.path}": v.numpy() for i, v in enumerate(model.weights)}
     if all(np.array_equal(a, b) for a, b in zip(start, weights.values())):
         raise NotComparable("no weight changed in training")
-    return weights, [value for values in history.history.values() for value in values]
+    table = strategy.describe(model) if strategy else []
+    split = sum(row.kind == "weight" and any(row.layout) for row in table)
+    return weights, [value for values in history.history.values() for value in values], split
 
 
 def difference(one: tuple, other: tuple) -> tuple[float, str]:
@@ -164,8 +166,10 @@ def compare(case: Case, meshes: tuple[str, ...] = MESHES, layouts: str = "defaul
     for mesh in meshes:
         start = time.time()
         try:
-            error, where = difference(one, train(case, tfpar.HybridStrategy(mesh, **chosen), rows))
+            many = train(case, tfpar.HybridStrategy(mesh, **chosen), rows)
+            error, where = difference(one, many)
             result = {"mesh": mesh, "ok": error <= TOLERANCE[precision], "error": error}
+            result |= {"split": many[2], "weights": len(many[0])}
             if not result["ok"]:
                 if floor is None:
                     floor = difference(one, train(case, None, reversed_rows))[0]

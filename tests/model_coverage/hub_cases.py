@@ -59,7 +59,7 @@ def resnet() -> keras.Model:
 
 
 RESNET = {
-    "input_conv_filters": [8],
+    "input_conv_filters": [64],
     "input_conv_kernel_sizes": [3],
     "stackwise_num_filters": [64, 64, 64, 64],  # the first must be 64
     "stackwise_num_blocks": [1, 1, 1, 1],
@@ -131,7 +131,8 @@ OWN: dict[str, Any] = {
         "stackwise_depth": [1, 1],
         "stackwise_strides": [1, 2],
         "stackwise_num_filters": [8, 16],
-        "block_type": "dark",
+        "block_type": "dark_block",
+        "stage_type": "csp",
         "stem_pooling": "max",
     },
     "DeepLabV3Backbone": lambda: {

@@ -57,7 +57,7 @@ def table() -> dict[str, tuple[tuple[int, ...], dict]]:
         "ConvLSTM2D": ((3, 6, 6, 4), {"filters": 4, "kernel_size": 3, "padding": "same"}),
         "ConvLSTM3D": ((2, 4, 4, 4, 2), {"filters": 4, "kernel_size": 3, "padding": "same"}),
         "Dense": (SEQUENCE, {"units": 8}),
-        "EinsumDense": (SEQUENCE, {"equation": "abc,cde->abde", "output_shape": (None, 4, 4), "bias_axes": "de"}),
+        "EinsumDense": (SEQUENCE, {"equation": "abc,cde->abde", "output_shape": (6, 4, 4), "bias_axes": "de"}),
         "GroupNormalization": (IMAGE, {"groups": 2}),
         "MelSpectrogram": ((64,), {"fft_length": 16, "sequence_stride": 8, "sampling_rate": 100, "max_freq": 50.0}),
         "Normalization": (SEQUENCE, {"mean": 0.5, "variance": 2.0}),

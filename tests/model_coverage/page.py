@@ -13,9 +13,12 @@ have no result yet. What is in the table is found by looking into Keras and Kera
 A case trains three steps of Adam on batches of 4, without dropout, on one device and on each mesh, and compares every
 weight and every loss. "ok" is the largest difference, at most {double:.0e} in float64. Where a model's own rounding is
 larger, the number behind "noise" is the difference that reversing the rows of each batch makes on one device, and the
-mesh is within ten times that. Everything else is a line with its cause. A layer stands between two `Dense` layers. A
-backbone has the tiny sizes of [hub_cases.py](../tests/model_coverage/hub_cases.py) and its task's head if it has one. A
-model of `keras.applications` has the smallest images that it takes and four classes.
+mesh is within ten times that. "2 of 6 split" counts the weights that the axis `model` splits by the layouts that a
+`HybridStrategy` has when it is told none; the rest is replicated. Everything else is a line with its cause.
+
+A layer stands between two `Dense` layers. A backbone has the tiny sizes of
+[hub_cases.py](../tests/model_coverage/hub_cases.py) and its task's head if it has one. A model of `keras.applications` has
+the smallest images that it takes and four classes.
 
 {versions}, on logical CPU devices; GPU and TPU: not yet run. Sentences of failures are TensorFlow's or Keras' own, cut
 short. "float32": the model fails in float64 on one device; there the largest difference is at most {single:.0e}.
@@ -42,7 +45,7 @@ def cell(result: dict | None) -> str:
     if kind == "ok":
         noise = f" (noise {result['floor']:.0e})" if "floor" in result else ""
         single = "float32, " * (result.get("precision") == "float32")
-        return f"ok, {single}{result['error']:.0e}{noise}"
+        return f"ok, {single}{result['error']:.0e}{noise}, {result['split']} of {result['weights']} split"
     cause = (result or {}).get("cause", "")
     cause = cause.replace("|", "\\|").replace("<", "&lt;").replace("`", "'").replace("[", "\\[")
     if kind == "failed" and result.get("floor") is not None:
