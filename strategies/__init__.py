@@ -2,5 +2,6 @@
 
 from tfpar.strategies.hybrid import HybridStrategy
 from tfpar.strategies.mirrored import MirroredStrategy
+from tfpar.strategies.tensor_parallel import TensorParallelStrategy
 
-__all__ = ["HybridStrategy", "MirroredStrategy"]
+__all__ = ["HybridStrategy", "MirroredStrategy", "TensorParallelStrategy"]

@@ -14,9 +14,10 @@ class HybridStrategy(GlobalViewStrategy):
 
     Args:
         mesh: `"data=2,model=2"`, a dict of axis sizes, or a `tfpar.Mesh`.
-        layouts: a `tfpar.LayoutMap` (or the dict for one) that says which axis splits which dim of which variable, or a
-            function of the complete model that returns one (it is called once per model, before its first step; until
-            then each variable is spread over all devices). None: every variable is replicated.
+        layouts: "auto": the axis `model` splits what the model's operations let it split, see `tfpar.AutoLayout`. A
+            `tfpar.LayoutMap` (or the dict for one) says which axis splits which dim of which variable. A function of the
+            complete model returns one; it is called, and "auto" looks at the model, once per model before its first step,
+            and until then each variable is spread over all devices. None: every variable is replicated.
 
     Raises:
         ValueError: a wrong mesh or rule; an axis that nothing uses.
@@ -24,17 +25,13 @@ class HybridStrategy(GlobalViewStrategy):
 
     Example:
 
-    >>> strategy = tfpar.HybridStrategy(
-    ...     mesh="data=2,model=2",
-    ...     layouts=tfpar.LayoutMap({r".*up/kernel": (None, "model"), r".*down/kernel": ("model", None)}),
-    ... )
+    >>> strategy = tfpar.HybridStrategy(mesh="data=2,model=2")
     >>> with strategy.scope():
-    ...     model = keras.Sequential([
-    ...         keras.Input((8,)), keras.layers.Dense(16, name="up"), keras.layers.Dense(1, name="down")])
+    ...     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16), keras.layers.Dense(1)])
     ...     model.compile("adam", "mse")
     >>> history = model.fit(np.ones((4, 8)), np.ones((4, 1)), verbose=0)
     """
 
-    def __init__(self, mesh: str | Mapping[str, int] | Mesh, layouts: Layouts = None):
+    def __init__(self, mesh: str | Mapping[str, int] | Mesh, layouts: Layouts = "auto"):
         mesh = Mesh(mesh)
         super().__init__(mesh, Placement(mesh, layouts))

@@ -82,6 +82,16 @@ def number_collectives_apart() -> None:
     tf.distribute.MirroredStrategy._collective_key_base += 1_000_000
 
 
+def program_names() -> set[str]:
+    """The functions that TensorFlow can run now, among them what DTensor made of a step, which it does not hand out."""
+    return set(tf_context.context().list_function_names())
+
+
+def program(name: str) -> Any:
+    """The nodes of one of `program_names`."""
+    return tf_context.context().get_function_def(name).node_def
+
+
 def in_saved_model_export() -> bool:
     """Whether the current trace belongs to a SavedModel that is being written."""
     return tf_save_context.in_save_context()
@@ -144,6 +154,11 @@ def variable_in_the_making(name: str | None) -> tuple[str, Any]:
     if variable is not None:
         return variable.path, variable._tfpar_maker
     return "/".join(filter(None, (variable_path_prefix(), name))), None
+
+
+def maker_of(variable: keras.Variable) -> Any:
+    """The layer, optimizer or metric in whose scope a Keras variable was made, None where it is not known."""
+    return getattr(variable, "_tfpar_maker", None)
 
 
 def native(variable: Any) -> Any:
@@ -339,7 +354,10 @@ __all__ = [
     "in_saved_model_export",
     "install_trainer",
     "keep_losses_global",
+    "maker_of",
     "native",
+    "program",
+    "program_names",
     "number_collectives_apart",
     "record_read",
     "route",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,8 @@ import keras
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfpar import compat, transfer
+from tfpar import collectives, compat, transfer
+from tfpar.collectives import Collective
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +49,12 @@ class Description:
     Attributes:
         title: model and strategy.
         rows: one per variable, in the model's order, the optimizer's after them.
+        collectives: what devices send each other in a training step; empty before the first one.
     """
 
     title: str
     rows: tuple[Row, ...]
+    collectives: tuple[Collective, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -80,11 +84,14 @@ class Description:
         text = [_join(line, widths) for line in lines]
         rule = "-" * max(map(len, text))
         footer = f"Each device holds {_size(self.device_bytes)} of {_size(self.bytes)}."
-        return "\n".join([self.title, rule, text[0], rule, *text[1:-1], rule, text[-1], footer])
+        sent = [f"{number} {kind}s of {_size(size)}" for kind, number, size in collectives.summary(self.collectives)]
+        traffic = [f"A training step has {', '.join(sent)}."] if sent else []
+        return "\n".join([self.title, rule, text[0], rule, *text[1:-1], rule, text[-1], footer, *traffic])
 
     __repr__ = __str__
 
 
+_collectives: weakref.WeakKeyDictionary[keras.Model, tuple[Collective, ...]] = weakref.WeakKeyDictionary()
 _HEADER = ("variable", "shape", "dtype", "layout", "whole", "per device", "slots per device")
 
 
@@ -109,12 +116,15 @@ def describe(strategy: Any, model: keras.Model) -> Description:
     strategy.check_owns(model)
     strategy.lay_out(model)
     weights = {id(variable) for variable in model.trainable_variables}
-    rows = [
-        _row("weight" if id(v) in weights else "state", v, strategy.placement.reason(model, v.path, v.shape))
-        for v in model.variables
-    ]
+    rows = [_row("weight" if id(v) in weights else "state", v, strategy.placement.reason(model, v)) for v in model.variables]
     rows += _slots(model)
-    return Description(f"{model.name} under {strategy!r}", tuple(rows))
+    return Description(f"{model.name} under {strategy!r}", tuple(rows), _collectives.get(model, ()))
+
+
+def remember_collectives(model: keras.Model, found: tuple[Collective, ...]) -> None:
+    """Keeps what a model's newest traced training step sends, for `describe`."""
+    if found:
+        _collectives[model] = found
 
 
 def _slots(model: keras.Model) -> list[Row]:

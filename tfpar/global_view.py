@@ -101,19 +101,20 @@ class GlobalViewStrategy(tf.distribute.Strategy):
         """
         return describe.describe(self, model)
 
-    def lay_out(self, model: Any) -> None:
+    def lay_out(self, model: Any, batch: Any = None) -> None:
         """Gives the variables of a complete model their final layouts and checks the layout rules.
 
         `fit`, `evaluate`, `predict` and `describe` do this themselves. Call it before the first step of a loop of your
-        own if `layouts` is a function of the model.
+        own, unless `layouts` is a `LayoutMap`.
 
         Args:
             model: a built model made in this strategy's scope.
+            batch: a batch, from which automatic layouts learn the inputs of a model that has no graph of layers.
 
         Raises:
             ValueError: a rule that matches no variable, or does not fit the one that it matches.
         """
-        self._placement.settle(model)
+        self._placement.settle(model, batch)
 
     def check_owns(self, model: Any) -> None:
         """Raises ValueError where a variable of the model, its metrics or its optimizer was made elsewhere."""

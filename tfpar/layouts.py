@@ -1,18 +1,117 @@
-"""LayoutMap: which axis splits which dim of which variable, as rules on variable paths.
+"""Which axis splits which dim of which variable: rules on variable paths, and roles of layers for automatic layouts.
 
 Rules are data: a pattern and one axis name (or None) per dim. A rule that is wrong in any way is an error, because a
 rule that silently does nothing leaves a model replicated and out of memory.
+
+Example:
+
+>>> class Own(keras.layers.Dense):
+...     pass
+>>> up, down = tfpar.layouts.column(Own(32, activation="relu")), tfpar.layouts.row(Own(8))
+>>> strategy = tfpar.HybridStrategy("data=2,model=2")
+>>> with strategy.scope():
+...     model = keras.Sequential([keras.Input((8,)), up, down])
+>>> [row.layout for row in strategy.describe(model)]
+[(None, 'model'), ('model',), ('model', None), (None,)]
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import keras
 
 from tfpar.mesh import Mesh
 
 Spec = tuple[str | None, ...]
+_roles: weakref.WeakKeyDictionary[keras.Layer, str] = weakref.WeakKeyDictionary()
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """A variable's layout and why it has it.
+
+    Attributes:
+        spec: one entry per dim: the axis that splits it, or None.
+        reason: a few words for `describe`.
+    """
+
+    spec: Spec
+    reason: str
+
+
+def column(layer: keras.Layer) -> keras.Layer:
+    """Declares that automatic layouts split a layer's weights by their last dim, its output features.
+
+    Args:
+        layer: a layer of any class, built or not.
+
+    Returns:
+        The layer.
+
+    Example:
+
+    >>> layer = tfpar.layouts.column(keras.layers.Dense(8))
+    """
+    _roles[layer] = "column"
+    return layer
+
+
+def row(layer: keras.Layer) -> keras.Layer:
+    """Declares that automatic layouts split a layer's kernels by the dim before the last, its input features.
+
+    Args:
+        layer: a layer of any class, built or not. Weights of one dim, such as a bias, stay whole.
+
+    Returns:
+        The layer.
+
+    Example:
+
+    >>> layer = tfpar.layouts.row(keras.layers.Dense(8))
+    """
+    _roles[layer] = "row"
+    return layer
+
+
+def replicated(layer: keras.Layer) -> keras.Layer:
+    """Declares that automatic layouts leave a layer's weights whole on every device.
+
+    Args:
+        layer: a layer of any class, built or not.
+
+    Returns:
+        The layer.
+
+    Example:
+
+    >>> layer = tfpar.layouts.replicated(keras.layers.Dense(8))
+    """
+    _roles[layer] = "replicated"
+    return layer
+
+
+def declared_roles(model: keras.Model) -> list[tuple[keras.Layer, str]]:
+    """The layers of a model that have a role, the innermost first."""
+    ours = {id(variable) for variable in model.variables}
+    found = [(layer, role) for layer, role in _roles.items() if any(id(v) in ours for v in layer.variables)]
+    return sorted(found, key=lambda item: len(item[0].variables))
+
+
+def role_layout(variable: keras.Variable, role: str, axis: str, mesh: Mesh) -> Decision:
+    """The layout of a variable of a layer with a declared role."""
+    rank = len(variable.shape)
+    dim = {"column": rank - 1, "row": rank - 2, "replicated": -1}[role]
+    if dim < 0 or not variable.trainable:
+        return Decision((None,) * rank, f"declared {role}")
+    parts = mesh.axes.get(axis, 1)
+    if variable.shape[dim] % parts:
+        return Decision((None,) * rank, f"declared {role}, but {parts} does not divide its dim of {variable.shape[dim]}")
+    return Decision(tuple(axis if i == dim else None for i in range(rank)), f"declared {role}")
 
 
 class LayoutMap(Mapping[str, Spec]):

@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfpar import compat, slices, variables
+from tfpar import compat, slices, variables, vocabulary
 
 _MATCH = "match"  # in a relayout: leave this dim as it is
 _VARIABLE = "DTENSOR_ENABLE_REPLICATED_SPMD_AS_DEFAULT_TF."
@@ -161,13 +161,34 @@ def _scatter_nd(scatter: Callable) -> Callable:
     return whole
 
 
+def _may_be_split(value: tf.Tensor) -> bool:
+    """Whether a step's layouts can split the last dim of a value."""
+    mesh = variables.step_owner().mesh
+    return mesh.size > mesh.data_size and value.shape.is_fully_defined() and value.shape.rank > 1
+
+
+def _argmax(argmax: Callable) -> Callable:
+    """Logits that are split over the classes would be gathered for a metric."""
+
+    def split(input, dimension, output_type=tf.int64, **kwargs):
+        values = tf.convert_to_tensor(input)
+        if _may_be_split(values) and tf.get_static_value(dimension) in (-1, values.shape.rank - 1):
+            return vocabulary.first_largest(values, output_type)
+        return argmax(input, dimension, output_type, **kwargs)
+
+    return split
+
+
 def _sparse_cross_entropy(cross_entropy: Callable) -> Callable:
     """A label is looked up among a shard's classes: the loss is NaN where logits are split over the classes."""
 
-    def whole(features, labels, **kwargs):
-        return cross_entropy(gathered(features, lambda dim: dim == 1), labels, **kwargs)
+    def split(features, labels, **kwargs):
+        features = tf.convert_to_tensor(features)
+        if _may_be_split(features):
+            return vocabulary.sparse_cross_entropy(features, labels), None
+        return cross_entropy(features, labels, **kwargs)
 
-    return whole
+    return split
 
 
 def _strided_slice(strided_slice: Callable) -> Callable:
@@ -191,11 +212,17 @@ def _strided_slice(strided_slice: Callable) -> Callable:
 
 
 def _lookup(gather: Callable) -> Callable:
-    """The gradient of looked-up rows is dense, before anything (clipping, loss scale) sees it."""
+    """The gradient of looked-up rows is dense, before anything (clipping, loss scale) sees it. Rows that are split would be
+    gathered, the whole table on each device.
+    """
 
-    def dense(params, *args, **kwargs):
+    def dense(params, indices, axis, batch_dims=0, **kwargs):
         params = tf.convert_to_tensor(params)
-        return gather(variables.dense_gradient(params) if params.dtype.is_floating else params, *args, **kwargs)
+        parts = variables.parts_of_rows(params)
+        if parts > 1 and batch_dims == 0 and tf.get_static_value(axis) == 0 and indices.shape.is_fully_defined():
+            return vocabulary.lookup(params, indices, parts)
+        params = variables.dense_gradient(params) if params.dtype.is_floating else params
+        return gather(params, indices, axis, batch_dims=batch_dims, **kwargs)
 
     return dense
 
@@ -238,6 +265,7 @@ WRONG = {
     "batch_mat_mul": _matmul,
     "batch_mat_mul_v2": _matmul,
     "batch_mat_mul_v3": _matmul,
+    "arg_max": _argmax,
     "gather_v2": _lookup,
     "scatter_nd": _scatter_nd,
     "gather_nd": _whole,

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfpar import compat, devices
-from tfpar.layouts import LayoutMap, Spec
+from tfpar.autolayout import MODEL, AutoLayout
+from tfpar.layouts import Decision, LayoutMap, Spec
 from tfpar.mesh import DATA, Mesh
 from tfpar.variables import MeshVariable
 
-MODEL = "model"
-Layouts = LayoutMap | Mapping[str, Any] | Callable[[keras.Model], LayoutMap] | None
+Layouts = str | AutoLayout | LayoutMap | Mapping[str, Any] | Callable[[keras.Model], LayoutMap] | None
 
 
 class Placement:
@@ -31,19 +31,22 @@ class Placement:
 
     Args:
         mesh: the devices and axes.
-        layouts: a `LayoutMap` (or the dict for one), or a function of the model that returns one, called once per model
-            when the model is complete. None: every variable is replicated.
+        layouts: a `LayoutMap` (or the dict for one), or what decides when the model is complete: "auto", an `AutoLayout`,
+            or a function of the model that returns a `LayoutMap`. None: every variable is replicated.
     """
 
     def __init__(self, mesh: Mesh, layouts: Layouts = None):
+        layouts = AutoLayout() if layouts == "auto" else layouts
         self._mesh = mesh
+        self._auto = layouts if isinstance(layouts, AutoLayout) and mesh.axes.get(layouts.axis, 1) > 1 else None
+        layouts = layouts.rules if isinstance(layouts, AutoLayout) else layouts
         self._plan = layouts if callable(layouts) and not isinstance(layouts, Mapping) else None
         self._rules = LayoutMap() if self._plan or layouts is None else _as_layout_map(layouts)
         self._rules.check_axes(mesh)
         self._matched: set[str | None] = set()
-        self._settled: weakref.WeakKeyDictionary[keras.Model, LayoutMap] = weakref.WeakKeyDictionary()
+        self._settled: weakref.WeakKeyDictionary[keras.Model, dict[int, Decision]] = weakref.WeakKeyDictionary()
         if self._plan is None:
-            _check_axes_used(mesh, self._rules)
+            _check_axes_used(mesh, self._rules.axes | ({self._auto.axis} if self._auto else set()))
 
     def create(self, strategy: tf.distribute.Strategy, **kwargs) -> MeshVariable:
         """Makes a variable with the arguments of a `tf.Variable` creator."""
@@ -58,38 +61,41 @@ class Placement:
                 value, mesh_layout=layout, path=path, follows=follows, gather_axes=frozenset({DATA}), **options
             )
 
-    def settle(self, model: keras.Model) -> None:
+    def settle(self, model: keras.Model, batch: Any = None) -> None:
         """Gives a complete model's variables their final layouts, once, and checks that every rule found a variable.
 
         Args:
             model: a built model whose variables were made under this placement.
+            batch: the first batch, where there is one.
 
         Raises:
             ValueError: a rule that matches no variable, or does not fit the one that it matches.
         """
         if model in self._settled:
             return
-        weights = {variable.path: variable for variable in model.variables}
         rules = _as_layout_map(self._plan(model)) if self._plan else self._rules
         rules.check_axes(self._mesh)
-        rules.check_all_used(list(weights), already=self._matched)
-        if self._plan:
-            _check_axes_used(self._mesh, rules)
-            specs = {path: rules.match(path, variable.shape, self._mesh)[1] for path, variable in weights.items()}
-            for path, spec in specs.items():
-                compat.native(weights[path]).place(self._mesh.layout(spec))
-        self._settled[model] = rules
+        rules.check_all_used([variable.path for variable in model.variables], already=self._matched)
+        if self._auto:
+            decisions = self._auto.decide(model, self._mesh, batch)
+        else:
+            decisions = {id(variable): _by_rule(rules, variable, self._mesh) for variable in model.variables}
+        if self._plan or self._auto:
+            _check_axes_used(self._mesh, {axis for decision in decisions.values() for axis in decision.spec})
+            for variable in model.variables:
+                compat.native(variable).place(self._mesh.layout(decisions[id(variable)].spec))
+        self._settled[model] = decisions
 
-    def reason(self, model: keras.Model, path: str, shape: tuple[int, ...]) -> str:
-        """Why a settled model's variable has its layout: the rule that matched, or that none did."""
-        pattern, _ = self._settled[model].match(path, shape, self._mesh)
-        return "no rule matches" if pattern is None else f"rule {pattern!r}"
+    def reason(self, model: keras.Model, variable: keras.Variable) -> str:
+        """Why a settled model's variable has its layout: the rule that matched, or what automatic layouts found."""
+        decision = self._settled[model].get(id(variable))
+        return decision.reason if decision else "made after the layouts were decided"
 
     def _first_spec(self, path: str, maker: Any, value: tf.Tensor) -> Spec:
         rank = value.shape.rank
         if isinstance(maker, (keras.optimizers.Optimizer, keras.metrics.Metric)):
             return (None,) * rank
-        if self._plan is not None:
+        if self._plan is not None or self._auto is not None:
             return _spread(value.shape, self._mesh)
         pattern, spec = self._rules.match(path, value.shape, self._mesh)
         self._matched.add(pattern)
@@ -105,14 +111,20 @@ def _as_layout_map(layouts: Any) -> LayoutMap:
     if isinstance(layouts, Mapping):
         return LayoutMap(layouts)
     raise ValueError(
-        f"layouts is a tfpar.LayoutMap, a dict of rules, or a function of the model that returns one; got {layouts!r}."
+        'layouts is "auto", a tfpar.AutoLayout, a tfpar.LayoutMap, a dict of rules, or a function of the model that returns '
+        f"rules; got {layouts!r}."
     )
 
 
-def _check_axes_used(mesh: Mesh, rules: LayoutMap) -> None:
+def _by_rule(rules: LayoutMap, variable: keras.Variable, mesh: Mesh) -> Decision:
+    pattern, spec = rules.match(variable.path, variable.shape, mesh)
+    return Decision(spec, "no rule matches" if pattern is None else f"rule {pattern!r}")
+
+
+def _check_axes_used(mesh: Mesh, used: Iterable[str | None]) -> None:
     """An axis that splits neither the batch nor a variable makes its devices repeat each other's work."""
     for axis, size in mesh.axes.items():
-        if size == 1 or axis == DATA or axis in rules.axes:
+        if size == 1 or axis == DATA or axis in used:
             continue
         if axis != MODEL:
             raise ValueError(
@@ -120,8 +132,8 @@ def _check_axes_used(mesh: Mesh, rules: LayoutMap) -> None:
                 f"rule, so its {size} devices would repeat each other's work. Rename it, or add rules that use it."
             )
         warnings.warn(
-            f"The axis {axis!r} of size {size} splits no variable, because no layout rule names it: its devices repeat each "
-            "other's work. Pass layouts=tfpar.LayoutMap({...}).",
+            f"The axis {axis!r} of size {size} splits no variable: its devices repeat each other's work. "
+            "strategy.describe(model) gives each variable's reason; rules in layouts=tfpar.LayoutMap({...}) split more.",
             stacklevel=2,
         )
 

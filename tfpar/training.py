@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import compat, errors, input as input_lib, op_support, transfer
+from tfpar import collectives, compat, describe, errors, input as input_lib, op_support, transfer
 
 
 def install(is_global: Callable[[Any], bool]) -> None:
@@ -32,7 +32,7 @@ class GlobalViewTrainer:
 
     @staticmethod
     def train_function(model: keras.Model) -> Callable[[Iterable], Any]:
-        return _over_batches(model, _step(model, model.train_step))
+        return _over_batches(model, _step(model, model.train_step, is_training=True))
 
     @staticmethod
     def test_function(model: keras.Model) -> Callable[[Iterable], Any]:
@@ -58,7 +58,7 @@ class GlobalViewTrainer:
             compat.symbolic_build(model, data_batch)
 
 
-def _step(model: keras.Model, step: Callable) -> Callable[[Any], Any]:
+def _step(model: keras.Model, step: Callable, is_training: bool = False) -> Callable[[Any], Any]:
     """One step on one host batch, traced for the mesh once the model is known and checked."""
     strategy = model.distribute_strategy
     strategy.check_owns(model)
@@ -69,13 +69,17 @@ def _step(model: keras.Model, step: Callable) -> Callable[[Any], Any]:
     def run(batch: Any) -> Any:
         return strategy.run(step, args=(batch,))
 
-    execute = run if model.run_eagerly else _Traced(run)
+    def report() -> None:
+        if is_training:
+            describe.remember_collectives(model, collectives.of_new_programs())
+
+    execute = run if model.run_eagerly else _Traced(run, report)
 
     def one_step(batch: Any) -> Any:
         batch = input_lib.distribute(batch, strategy.mesh)
         if not model.built:
             _build(model, batch)
-        strategy.lay_out(model)
+        strategy.lay_out(model, batch)
         with errors.explained(model, strategy):
             return execute(batch)
 
@@ -96,8 +100,8 @@ class _Traced:
     A refused step is traced anew before it is tried again: TensorFlow crashes on a function that it failed to partition.
     """
 
-    def __init__(self, run: Callable[[Any], Any]):
-        self._run, self._function = run, tf.function(run)
+    def __init__(self, run: Callable[[Any], Any], report: Callable[[], None]):
+        self._run, self._function, self._report = run, tf.function(run), report
         self._graphs_seen = 0
 
     def __call__(self, batch: Any) -> Any:
@@ -115,6 +119,7 @@ class _Traced:
             if self._function.experimental_get_tracing_count() > self._graphs_seen:
                 self._graphs_seen = self._function.experimental_get_tracing_count()
                 self._warn(batch)
+                self._report()
             return outputs
 
     def _warn(self, batch: Any, *operations: tuple[str, ...]) -> None:

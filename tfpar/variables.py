@@ -57,6 +57,15 @@ def dense_gradient(value: tf.Tensor):
     return tf.identity(value), tf.convert_to_tensor
 
 
+def parts_of_rows(value: tf.Tensor) -> int:
+    """Into how many parts dim 0 of a value is split, if it was read from a variable, maybe into another dtype; else 1."""
+    if value.op.type == "Cast":
+        value = value.op.inputs[0]
+    layout = getattr(value, "_tfpar_layout", None)
+    axis = layout.sharding_specs[0] if layout is not None and layout.rank else dtensor.UNSHARDED
+    return 1 if axis == dtensor.UNSHARDED else layout.mesh.dim_size(axis)
+
+
 class MeshVariable(dtensor.DVariable):
     """A variable on a mesh. Made by a strategy's scope, not by hand.
 
@@ -137,7 +146,10 @@ class MeshVariable(dtensor.DVariable):
     def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
         if self._in_step("read"):
             value = super()._read_variable_op(no_copy)
-            return self._gathered(value) if self._gather_axes.intersection(self.layout.sharding_specs) else value
+            if self._gather_axes.intersection(self.layout.sharding_specs):
+                return self._gathered(value)
+            value._tfpar_layout = self.layout  # see parts_of_rows
+            return value
         graph = tf.compat.v1.get_default_graph()
         if tf.executing_eagerly():
             value = transfer.to_host(self.shards())

@@ -1,0 +1,75 @@
+"""The operations of a model's forward pass, as a TensorFlow graph with a placeholder per variable and per input."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+EXAMPLES = 2  # the batch that the graph is made for; its size does not matter
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelGraph:
+    """A traced forward pass.
+
+    Attributes:
+        operations: in an order in which each follows its inputs.
+        variables: the variable that a placeholder stands for, by the placeholder's name.
+        outputs: the model's outputs.
+    """
+
+    operations: list[tf.Operation]
+    variables: dict[str, keras.Variable]
+    outputs: list[tf.Tensor]
+
+
+def trace(model: keras.Model, inputs: Any) -> ModelGraph:
+    """Traces `model(inputs, training=True)`; no variable is read or changed.
+
+    Args:
+        model: a built model.
+        inputs: a structure of `keras.KerasTensor`, or anything with a shape and a dtype, as `model` takes.
+
+    Returns:
+        The graph, whose calls of functions are not looked into.
+    """
+    graph = tf.Graph()
+    with graph.as_default():
+        names, mapping = {}, []
+        for variable in model.variables:
+            value = tf.compat.v1.placeholder(variable.dtype, tuple(variable.shape))
+            names[value.op.name] = variable
+            mapping.append((variable, value))
+        values = keras.tree.map_structure(
+            lambda leaf: tf.compat.v1.placeholder(leaf.dtype, (EXAMPLES, *tuple(leaf.shape)[1:])), inputs
+        )
+        with keras.StatelessScope(state_mapping=mapping):
+            outputs = model(values, training=True)
+        outputs = [tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(outputs)]
+    return ModelGraph(graph.get_operations(), names, outputs)
+
+
+def input_specs(model: keras.Model, batch: Any = None) -> Any:
+    """What `model` is called on, as far as it is known.
+
+    Args:
+        model: a built model.
+        batch: a batch as `fit` gets it, if there is one already.
+
+    Returns:
+        A structure with shapes and dtypes, None where it is not known.
+    """
+    if batch is not None:
+        return keras.utils.unpack_x_y_sample_weight(batch)[0]
+    if isinstance(model, keras.Sequential):
+        return model.inputs[0] if model.inputs else None
+    try:
+        return model.input
+    except (AttributeError, ValueError):  # a model without a graph of layers; Keras keeps the shapes that it was built with
+        shape = (model.get_build_config() or {}).get("input_shape")
+        if isinstance(shape, tuple) and all(isinstance(size, int) for size in shape[1:]):
+            return keras.KerasTensor(shape, model.compute_dtype)
+        return None
