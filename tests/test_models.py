@@ -5,6 +5,7 @@ import numpy as np
 import parity
 import pytest
 
+import tfpar
 from tfpar.models.convnet import convnet
 from tfpar.models.gpt import gpt
 from tfpar.models.mlp import mlp
@@ -57,6 +58,24 @@ def test_trains_as_on_one_device(name, float64):
         lambda m: m.fit(x, y, batch_size=4, epochs=1, verbose=0, shuffle=False),
         layouts=LAYOUTS,
     )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_trains_with_automatic_layouts_as_on_one_device(name, float64):
+    build, x, y = MODELS[name]
+
+    def train(strategy):
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        return parity.train(
+            strategy,
+            lambda: parity.compiled(build(), loss=loss),
+            lambda m: m.fit(x, y, batch_size=4, epochs=1, verbose=0, shuffle=False),
+        )
+
+    strategy = tfpar.HybridStrategy("data=2,model=2")
+    one, many = train(None), train(strategy)
+    parity.assert_close((one.weights, one.slots, one.history), (many.weights, many.slots, many.history))
+    assert any("model" in row.layout for row in strategy.describe(many.model))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -124,7 +124,7 @@ def train(case: Case, strategy: Any, order: np.ndarray) -> tuple[dict[str, np.nd
     if all(np.array_equal(a, b) for a, b in zip(start, weights.values())):
         raise NotComparable("no weight changed in training")
     table = strategy.describe(model) if strategy else []
-    split = sum(row.kind == "weight" and any(row.layout) for row in table)
+    split = sum(row.kind == "weight" and any(row.layout or ()) for row in table)
     return weights, [value for values in history.history.values() for value in values], split
 
 
