@@ -27,7 +27,7 @@ def test_class(name):
 
 @pytest.mark.slow
 def test_application():
-    check(application_cases.case("MobileNetV2", alpha=0.35))
+    check(application_cases.case("MobileNet", alpha=0.25))
 
 
 def test_every_class_has_a_line():
