@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from model_coverage import application_cases, case, page, run
+from model_coverage import case, page, run
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "coverage.md").read_text()
@@ -25,11 +25,6 @@ def test_class(name):
     check(run.case_of(name))
 
 
-@pytest.mark.slow
-def test_application():
-    check(application_cases.case("MobileNet", alpha=0.25))
-
-
 def test_every_class_has_a_line():
     for title, group in zip(PAGE.split("\n## ")[1:], run.GROUPS):
         listed = [line.split(" | ")[0].removeprefix("| ") for line in title.splitlines() if line.startswith("| ")]
@@ -42,10 +37,12 @@ def test_the_page_is_what_the_results_say():
     assert made.split("\n## ")[1:] == PAGE.split("\n## ")[1:]
 
 
-@pytest.mark.parametrize(("mesh", "noise", "ok"), [(1.1, 1.1, True), (1.1, 1.0, False), (1.0, 1.0, True)])
+@pytest.mark.parametrize(
+    ("mesh", "noise", "ok"), [(1.1, 1.1, None), (1 + 1e-6, 1 + 1e-6, True), (1.1, 1.0, False), (1.0, 1.0, True)]
+)
 def test_wrong_numbers_are_a_failure_with_a_cause(mesh, noise, ok, monkeypatch):
     trained = iter([({"0 w": np.full(2, value)}, [1.0], 0) for value in (1.0, mesh, noise)])
     monkeypatch.setattr(case, "train", lambda *args: next(trained))
     (result,) = case.compare(case.Case(lambda: None), ("data=2",))
     assert result["ok"] is ok
-    assert ok or "w is 1.0e-01 off" in result["cause"]
+    assert ok is not False or "w is 1.0e-01 off" in result["cause"]
