@@ -2,14 +2,14 @@
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
-# Flags for the demo: make demo FLAGS="--mesh=data=4 --steps=100"
+# Flags for demo and coverage: make demo FLAGS="--mesh=data=4 --steps=100"
 FLAGS :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench coverage clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.core ## Train a small GPT on a mesh of four CPU devices and on one device, and compare
 	@TF_CPP_MIN_LOG_LEVEL=3 $(PYTHON) -m tfpar.demo $(FLAGS)
@@ -25,6 +25,9 @@ bench: $(VENV)/.bench ## Run every benchmarks/*/run.py
 	@for script in benchmarks/*/run.py; do \
 	    if [ -e "$$script" ]; then echo "$$script"; $(PYTHON) "$$script" || exit 1; else echo "There is no benchmark yet."; fi; \
 	done
+
+coverage: $(VENV)/.coverage ## Compare every layer and model with one device, write docs/coverage.md; FLAGS="--only=layers/Dense"
+	@PYTHONPATH=tests $(PYTHON) -m model_coverage.run $(FLAGS)
 
 clean: ## Remove the virtual environment, caches and build products
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
@@ -53,3 +56,6 @@ $(VENV)/.lint: $(INPUTS)
 
 $(VENV)/.bench: $(INPUTS)
 	$(INSTALL) '.[bench]' && touch $@
+
+$(VENV)/.coverage: $(INPUTS)
+	$(INSTALL) '.[coverage]' && touch $@

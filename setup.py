@@ -19,7 +19,9 @@ def version() -> str:
 NOTEBOOKS = [
     "ipykernel>=7.0",  # the kernel that runs a notebook, in any editor
     "matplotlib>=3.10",  # the pictures
+    "scikit-learn>=1.7",  # brings the images of 01_digits.ipynb, so nothing is fetched when it runs
 ]
+COVERAGE = ["keras-hub>=0.32"]  # its backbones are trained on meshes, at tiny sizes and with random weights
 
 setup(
     name="tfpar",
@@ -51,8 +53,10 @@ setup(
         "tensorflow>=2.21,<2.22",  # DTensor and tfpar/compat.py, as for keras
     ],
     extras_require={
+        "coverage": COVERAGE,
         "notebooks": NOTEBOOKS,
         "test": [
+            *COVERAGE,  # tests/test_coverage.py runs a few of them
             *NOTEBOOKS,  # tests/test_notebooks.py runs every notebook,
             "nbclient>=0.10",  # with this
             "nbformat>=5.10",  # and reads it with this

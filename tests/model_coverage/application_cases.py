@@ -1,0 +1,39 @@
+"""The models of keras.applications, at the smallest images they take."""
+
+from __future__ import annotations
+
+import functools
+
+import keras
+
+from model_coverage.case import Case
+
+SIZES = (32, 48, 64, 71, 75, 96, 128, 224, 331)
+
+
+def names() -> list[str]:
+    """The model functions, which are the capitalized names."""
+    return [name for name in dir(keras.applications) if name[0].isupper()]
+
+
+@functools.cache
+def smallest(name: str) -> int:
+    """The smallest height and width that the function takes."""
+    for size in SIZES[:-1]:
+        try:
+            build(name, size)
+        except ValueError:
+            continue
+        return size
+    return SIZES[-1]
+
+
+def build(name: str, size: int, **sizes) -> keras.Model:
+    """The model with random weights and four classes."""
+    function = getattr(keras.applications, name)
+    return function(weights=None, input_shape=(size, size, 3), classes=4, classifier_activation=None, **sizes)
+
+
+def case(name: str, **sizes) -> Case:
+    """The case of a model."""
+    return Case(lambda: build(name, smallest(name), **sizes))

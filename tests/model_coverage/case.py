@@ -1,0 +1,232 @@
+"""One case: a model trains three steps on one device and on each mesh, and all weights and losses are compared."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import re
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfpar
+
+BATCH, STEPS = 4, 3
+TOLERANCE = {"float64": 1e-8, "float32": 1e-6}
+NUDGE = {"float64": 1e-12, "float32": 1e-7}
+MESHES = ("data=2,model=2", "model=4")
+RATES = ("rate", "dropout", "recurrent_dropout", "drop_path_rate", "dropout_rate", "drop_rate", "stddev", "_dropout")
+
+
+@dataclasses.dataclass
+class Case:
+    """How a model is made and what goes into it.
+
+    Attributes:
+        build: makes the model.
+        inputs: (rows, ...) arrays for `fit`, or a function of the model that makes them; None: numbers, or ids below
+            `ids`, for the model's inputs.
+        ids: token ids are below this.
+    """
+
+    build: Callable[[], keras.Model]
+    inputs: Any = None
+    ids: int = 8
+
+
+class NotComparable(Exception):
+    """Why there is nothing to compare, in words."""
+
+
+def columns(model: keras.Model) -> dict[str, tuple]:
+    """Rules that split every matrix by its last dim and attention by its heads, which no thought-out layout does.
+
+    Kernels of convolutions and recurrences, which TensorFlow refuses to split, stay whole.
+    """
+    rules = {}
+    for v in model.trainable_variables:
+        size = v.shape[-1] if len(v.shape) else 0
+        recurrent = any(word in v.path for word in ("lstm", "gru", "rnn", "recurrent"))
+        if len(v.shape) == 2 and size % 4 == 0 and not recurrent and not v.path.endswith("bias"):
+            rules[re.escape(v.path)] = (None, "model")
+        elif re.search(r"(query|key|value)/kernel$", v.path) and len(v.shape) == 3 and v.shape[1] % 4 == 0:
+            rules[re.escape(v.path)] = (None, "model", None)
+    return rules
+
+
+def no_dropout(model: keras.Model) -> None:
+    """Sets every rate of random layers to zero."""
+    for layer in model._flatten_layers():
+        for name in RATES:
+            if name != "rate" or hasattr(layer, "seed_generator"):
+                with contextlib.suppress(AttributeError):
+                    if isinstance(getattr(layer, name, None), float):
+                        setattr(layer, name, 0.0)
+
+
+def mean_square(target: Any, output: Any) -> Any:
+    """The loss of every output."""
+    return keras.ops.mean(keras.ops.square(keras.ops.cast(output, target.dtype) - target))
+
+
+def random_inputs(model: keras.Model, ids: int) -> Any:
+    """Arrays of the batches' rows for each input of a functional model."""
+    rng = np.random.RandomState(1)
+
+    def array(tensor):
+        shape = (BATCH * STEPS, *tensor.shape[1:])
+        name = tensor.name
+        if "mask" in name:
+            return np.ones(shape, "int32" if "int" in tensor.dtype else tensor.dtype)
+        if "segment" in name or "type_ids" in name:
+            return rng.randint(0, 2, shape).astype("int32")
+        if "int" in tensor.dtype:
+            return rng.randint(1, ids, shape).astype("int32")
+        return rng.uniform(0, 1, shape).astype(tensor.dtype)
+
+    return keras.tree.map_structure(array, model.input)
+
+
+def train(
+    case: Case, strategy: Any, order: np.ndarray, nudge: float = 0.0
+) -> tuple[dict[str, np.ndarray], list[float], int]:
+    """Weights and losses after three steps, and the number of split weights.
+
+    `order` permutes the rows of each batch; `nudge` changes every weight by that part of it at the start.
+    """
+    keras.utils.clear_session(free_memory=True)
+    keras.utils.set_random_seed(0)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = case.build()
+        no_dropout(model)
+        model.compile(keras.optimizers.Adam(1e-3), mean_square, jit_compile=False)
+    if not model.trainable_weights:
+        raise NotComparable("no trainable weights")
+    x = case.inputs(model) if callable(case.inputs) else case.inputs
+    x = random_inputs(model, case.ids) if x is None else x
+    rng = np.random.RandomState(2)
+    outputs = keras.tree.map_structure(
+        lambda t: rng.normal(size=(BATCH * STEPS, *(size or 1 for size in t.shape[1:]))).astype(keras.config.floatx()),
+        model.output if hasattr(model, "output") else model.outputs[0],
+    )
+    x, outputs = keras.tree.map_structure(lambda value: value[order], (x, outputs))
+    if strategy is None:
+        apply = type(model.optimizer).apply
+
+        def dense(grads, variables=None):  # see docs/numerics.md: a mesh has dense gradients of embeddings
+            return apply(model.optimizer, [g if g is None else tf.convert_to_tensor(g) for g in grads], variables)
+
+        model.optimizer.apply = dense
+    start = model.get_weights()
+    if nudge:
+        noise = np.random.RandomState(3)
+        model.set_weights([w if w.dtype.kind != "f" else w + w * nudge * noise.uniform(-1, 1, w.shape) for w in start])
+    history = model.fit(x, outputs, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
+    weights = {f"{i} {v.path}": v.numpy() for i, v in enumerate(model.weights)}
+    if all(np.array_equal(a, b) for a, b in zip(start, weights.values())):
+        raise NotComparable("no weight changed in training")
+    table = strategy.describe(model) if strategy else []
+    split = sum(row.kind == "weight" and any(row.layout or ()) for row in table)
+    return weights, [value for values in history.history.values() for value in values], split
+
+
+def difference(one: tuple, other: tuple) -> tuple[float, str]:
+    """The largest difference of a weight or a loss, and where."""
+    found = {"loss": float(np.max(np.abs(np.subtract(one[1], other[1]))))}
+    for (name, a), b in zip(one[0].items(), other[0].values()):
+        if a.size and a.dtype.kind in "fiub":
+            found[name.split(" ", 1)[1]] = float(np.max(np.abs(a.astype("float64") - b.astype("float64"))))
+    return max(((e if np.isfinite(e) else np.inf, name) for name, e in found.items()), default=(0.0, ""))
+
+
+def reason(error: BaseException) -> str:
+    """An error in one line."""
+    text = str(error)
+    said = re.search(r"\berror: (.+)", text) or re.search(r"(.*(?:op does not implement|INVALID_ARGUMENT: ).*)", text)
+    said = said[1] if said else next((line for line in text.splitlines() if line.strip()), "")
+    operation = re.search(r'current operation: .*?"(tf\.\w+)"', text)
+    operation = f"{operation[1]}: " if operation else ""
+    return f"{type(error).__name__}: {operation}{said.strip()}"[:300]
+
+
+def compare(case: Case, meshes: tuple[str, ...] = MESHES, layouts: str = "default") -> Any:
+    """Yields a result per mesh: dict(mesh, ok, error, where, floor, seconds, cause).
+
+    `layouts` is "default", those of a strategy that is told none, or "columns".
+    """
+    chosen = {} if layouts == "default" else {"layouts": columns}
+    rows = np.arange(BATCH * STEPS)
+    reversed_rows = rows.reshape(STEPS, BATCH)[:, ::-1].reshape(-1)
+    start, floor = time.time(), None
+    try:
+        one, precision = on_one_device(case, rows)
+    except Exception as error:
+        cause = str(error) if isinstance(error, NotComparable) else f"one device: {reason(error)}"
+        yield from ({"mesh": mesh, "ok": None, "cause": cause} for mesh in meshes)
+        return
+    spent = time.time() - start
+    for mesh in meshes:
+        start = time.time()
+        try:
+            many = train(case, tfpar.HybridStrategy(mesh, **chosen), rows)
+            error, where = difference(one, many)
+            result = {"mesh": mesh, "ok": error <= TOLERANCE[precision], "error": error}
+            result |= {"split": many[2], "weights": len(many[0])}
+            if not result["ok"]:
+                if floor is None:
+                    nudged = train(case, None, reversed_rows, NUDGE[precision])
+                    floor = difference(one, nudged)[0]
+                result |= {"floor": floor, "ok": error <= 10 * floor, "where": where}
+                if floor > 1e-4:  # a comparison with it says nothing
+                    result |= {"ok": None, "cause": f"one device's own noise is {floor:.0e}"}
+                elif not result["ok"]:
+                    result["cause"] = f"wrong numbers: {where} is {error:.1e} off"
+        except Exception as error:
+            result = {"mesh": mesh, "ok": False, "cause": reason(error), "trace": traceback.format_exc()[-6000:]}
+        gc.collect()
+        seconds = {"seconds": round(time.time() - start, 1), "one_device_seconds": round(spent, 1)}
+        yield result | seconds | {"precision": precision}
+
+
+def on_one_device(case: Case, rows: np.ndarray) -> tuple[tuple, str]:
+    """What one device gives, in float64 or, where that fails, in float32; and which of them it was."""
+    for precision in ("float64", "float32"):
+        keras.config.set_floatx(precision)
+        keras.config.set_dtype_policy(precision)
+        try:
+            one = train(case, None, rows)
+        except NotComparable:
+            raise
+        except Exception:
+            if precision == "float32":
+                raise
+            continue
+        if not all(np.isfinite(w).all() for w in one[0].values() if w.dtype.kind == "f") or not np.isfinite(one[1]).all():
+            raise NotComparable("not finite on one device")
+        break
+    return one, precision
+
+
+def main(names: list[str], meshes: list[str], layouts: str) -> None:
+    """Runs cases of one process and prints a line per start and per result, which run.py reads."""
+    from model_coverage.run import case_of
+
+    tfpar.use_logical_cpus(4)
+    for name in names:
+        print(json.dumps({"case": name}), flush=True)
+        try:
+            case = case_of(name)
+        except NotComparable as error:
+            case = None
+            for mesh in meshes:
+                print(json.dumps({"case": name, "mesh": mesh, "ok": None, "cause": str(error)}), flush=True)
+        if case is not None:
+            for result in compare(case, meshes, layouts):
+                print(json.dumps({"case": name} | result), flush=True)

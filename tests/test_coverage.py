@@ -1,0 +1,48 @@
+"""A sample of `make coverage`; docs/coverage.md has a line per class and is what the results say."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from model_coverage import case, page, run
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "coverage.md").read_text()
+SAMPLE = ["layers/Conv2D", "layers/GroupQueryAttention", "keras_hub/BertBackbone", "keras_hub/GPT2Backbone"]
+
+
+def check(one: case.Case) -> None:
+    """Trains on one device and on a mesh and compares."""
+    (result,) = case.compare(one, ("data=2,model=2",))
+    assert result["ok"], result.get("trace") or result
+    assert result["error"] <= case.TOLERANCE["float64"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLE)
+def test_class(name):
+    check(run.case_of(name))
+
+
+def test_every_class_has_a_line():
+    for title, group in zip(PAGE.split("\n## ")[1:], run.GROUPS):
+        listed = [line.split(" | ")[0].removeprefix("| ") for line in title.splitlines() if line.startswith("| ")]
+        assert listed[2:] == run.GROUPS[group].names()
+
+
+def test_the_page_is_what_the_results_say():
+    results = json.loads((ROOT / "tests" / "model_coverage" / "results.json").read_text())
+    made = page.page(run.names(), results, {})
+    assert made.split("\n## ")[1:] == PAGE.split("\n## ")[1:]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "noise", "ok"), [(1.1, 1.1, None), (1 + 1e-6, 1 + 1e-6, True), (1.1, 1.0, False), (1.0, 1.0, True)]
+)
+def test_wrong_numbers_are_a_failure_with_a_cause(mesh, noise, ok, monkeypatch):
+    trained = iter([({"0 w": np.full(2, value)}, [1.0], 0) for value in (1.0, mesh, noise)])
+    monkeypatch.setattr(case, "train", lambda *args: next(trained))
+    (result,) = case.compare(case.Case(lambda: None), ("data=2",))
+    assert result["ok"] is ok
+    assert ok is not False or "w is 1.0e-01 off" in result["cause"]

@@ -1,0 +1,112 @@
+"""The models of tfpar.models train as on one device, save, and refuse wrong sizes."""
+
+import keras
+import numpy as np
+import parity
+import pytest
+
+import tfpar
+from tfpar.models.convnet import convnet
+from tfpar.models.gpt import gpt
+from tfpar.models.mlp import mlp
+from tfpar.models.transformer import encoder, transformer
+from tfpar.models.vit import vit
+
+RNG = np.random.RandomState(3)
+IDS = RNG.randint(1, 12, (12, 6)).astype("int32")
+IDS[::3, 4:] = 0  # padding
+IMAGES = RNG.randn(12, 8, 8, 3)
+CLASSES = RNG.randint(0, 4, (12,))
+TOKENS = RNG.randint(0, 12, (12, 6))
+SIZES = {"vocabulary": 12, "length": 6, "width": 16, "heads": 4, "depth": 1}
+
+MODELS = {
+    "mlp": (lambda: mlp(features=6, widths=(16, 8), outputs=4), RNG.randn(12, 6), CLASSES),
+    "convnet": (lambda: convnet(image_shape=(8, 8, 3), filters=(4, 8), classes=4), IMAGES, CLASSES),
+    "vit": (lambda: vit(image_shape=(8, 8, 3), patch=4, width=16, heads=4, depth=1, classes=4), IMAGES, CLASSES),
+    "encoder": (lambda: encoder(**SIZES, classes=4), IDS, CLASSES),
+    "transformer": (lambda: transformer(**SIZES), {"source": IDS, "target": TOKENS.astype("int32")}, TOKENS),
+    "gpt": (lambda: gpt(**SIZES), IDS, TOKENS),
+}
+LAYOUTS = {
+    r".*attention/(query|key|value)/kernel": (None, "model", None),
+    r".*attention/(query|key|value)/bias": ("model", None),
+    r".*attention/attention_output/kernel": ("model", None, None),
+    r".*hidden_0/kernel": (None, "model"),
+    r".*hidden_1/kernel": ("model", None),
+    r".*head/kernel": (None, "model"),
+    r".*head/bias": ("model",),
+}
+WRONG = {
+    "no hidden layer": (lambda: mlp(widths=()), "at least one hidden layer"),
+    "no width": (lambda: mlp(widths=(8, 0)), "sizes of at least 1"),
+    "no stage": (lambda: convnet(filters=()), "at least one stage"),
+    "small image": (lambda: convnet(image_shape=(3, 8, 1), filters=(4, 4, 4)), "at least 4 pixels"),
+    "patch": (lambda: vit(image_shape=(8, 9, 1), patch=4), "patch must divide"),
+    "vit heads": (lambda: vit(width=30, heads=4), "heads must divide width"),
+    "encoder heads": (lambda: encoder(width=30, heads=4), "heads must divide width"),
+    "transformer heads": (lambda: transformer(width=30, heads=4), "heads must divide width"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_trains_as_on_one_device(name, float64):
+    build, x, y = MODELS[name]
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    parity.assert_parity(
+        lambda: parity.compiled(build(), loss=loss),
+        lambda m: m.fit(x, y, batch_size=4, epochs=1, verbose=0, shuffle=False),
+        layouts=LAYOUTS,
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_trains_with_automatic_layouts_as_on_one_device(name, float64):
+    build, x, y = MODELS[name]
+
+    def train(strategy):
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        return parity.train(
+            strategy,
+            lambda: parity.compiled(build(), loss=loss),
+            lambda m: m.fit(x, y, batch_size=4, epochs=1, verbose=0, shuffle=False),
+        )
+
+    strategy = tfpar.HybridStrategy("data=2,model=2")
+    one, many = train(None), train(strategy)
+    parity.assert_close((one.weights, one.slots, one.history), (many.weights, many.slots, many.history))
+    assert any("model" in row.layout for row in strategy.describe(many.model))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_saves(name, tmp_path):
+    build, x, _ = MODELS[name]
+    model = build()
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    parity.assert_close(model.predict(x, verbose=0), loaded.predict(x, verbose=0), 1e-6)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_sizes(name):
+    build, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_padding_changes_nothing():
+    short, padded = IDS[:, :4], np.pad(IDS[:, :4], ((0, 0), (0, 2)))
+    long_model, short_model = encoder(**SIZES, classes=4), encoder(**SIZES | {"length": 4}, classes=4)
+    for weight, longer in zip(short_model.weights, long_model.weights):
+        weight.assign(longer[: weight.shape[0]])
+    parity.assert_close(long_model(padded), short_model(short), 1e-5)
+
+
+def test_the_decoder_does_not_see_later_tokens_nor_padding():
+    model = transformer(**SIZES)
+    target = TOKENS.astype("int32")
+    before = model({"source": IDS, "target": target}).numpy()
+    later = target.copy()
+    later[:, 3:] = (later[:, 3:] + 1) % 12
+    parity.assert_close(before[:, :3], model({"source": IDS, "target": later}).numpy()[:, :3], 1e-5)
+    assert np.abs(before - model({"source": np.flip(IDS, 1).copy(), "target": target}).numpy()).max() > 1e-3
