@@ -79,7 +79,7 @@ def refused(error: tf.errors.OpError) -> str | None:
 def warn_replicated(graph: tf.Graph, operations: tuple[str, ...] = REPLICATED) -> None:
     """Warns, once per kind of operation, where a traced step has operations that run replicated."""
     wanted = set(operations) - _warned
-    for operation in _operations(graph):
+    for operation in operations(graph):
         if operation.type in wanted and operation.type not in _warned:
             _warned.add(operation.type)
             warnings.warn(
@@ -89,7 +89,8 @@ def warn_replicated(graph: tf.Graph, operations: tuple[str, ...] = REPLICATED) -
             )
 
 
-def _operations(graph: tf.Graph) -> Iterator[tf.Operation]:
+def operations(graph: tf.Graph) -> Iterator[tf.Operation]:
+    """The operations of a graph and of the functions in it."""
     yield from graph.get_operations()
     for function in getattr(graph, "_functions", {}).values():
         inner = getattr(function, "graph", None)
