@@ -48,6 +48,9 @@ from tensorflow.dtensor.python import api as dtensor_api
 # TensorFlow's own flag: a SavedModel is being written, so variables must be captured by their handles.
 from tensorflow.python.eager import context as tf_context, record as tf_record, tape as tf_tape
 
+# Where every operation of a function passes; see `before_operations`.
+from tensorflow.python.framework.func_graph import FuncGraph
+
 # Where every Python call and every gradient of an operation passes; see `route`.
 from tensorflow.python.ops import array_ops, gen_array_ops, gen_linalg_ops, gen_math_ops, gen_nn_ops
 from tensorflow.python.saved_model import save_context as tf_save_context
@@ -237,6 +240,23 @@ def route(operation: str, wrapper: Callable[[Callable], Callable]) -> None:
             setattr(module, operation, replacement)
 
 
+def before_operations(change: Callable[[str, list[Any]], list[Any]]) -> None:
+    """Lets the inputs of an operation change before it is added to a function's graph, by whoever adds it.
+
+    The gradient functions of TensorFlow add operations that no Python function of `route` stands for.
+
+    Args:
+        change: takes the operation's type ("Conv2D") and its inputs, returns the inputs to use.
+    """
+    original = FuncGraph._create_op_internal
+
+    @functools.wraps(original)
+    def create(self, op_type, inputs, *args, **kwargs):
+        return original(self, op_type, change(op_type, inputs), *args, **kwargs)
+
+    FuncGraph._create_op_internal = create
+
+
 def unroll_recurrence(in_step: Callable[[], bool]) -> None:
     """Unrolls recurrent layers in a step on a mesh.
 
@@ -334,6 +354,7 @@ __all__ = [
     "Trackable",
     "VARIABLE_VALUE_KEY",
     "accept_mesh_datasets",
+    "before_operations",
     "follow_variable_creation",
     "dataset_of",
     "in_saved_model_export",

@@ -53,7 +53,6 @@ PRODUCTS = {
     "keras cross": (keras.ops.cross, (_kernel(4, 3), _kernel(4, 3) + 1)),
     "tensordot": (lambda x, y: tf.tensordot(x, y, 1), (c.X3, c.X[:4])),
     "tensordot of two dims": (lambda x, y: tf.tensordot(x, y, [[1, 2], [0, 1]]), (c.X3, c.Y3)),
-    "kron": (keras.ops.kron, (c.X, c.X[:4])),
     "dot layer": (lambda x, y: keras.layers.Dot(-1, normalize=True, dtype="float64")([x, y]), (c.X, c.Y)),
     "correlate": (lambda x, y: keras.ops.correlate(x, y, "valid"), (c.V, c.W)),
     "dot_product_attention": (
@@ -77,7 +76,7 @@ CONVOLUTIONS = {
     "conv2d": (_conv2d(), (c.IMAGE, K2)),
     "conv2d valid": (_conv2d(padding="VALID"), (c.IMAGE, K2)),
     "conv2d strided": (_conv2d(2), (c.IMAGE, K2)),
-    "conv2d dilated": (_conv2d(dilation=2), (c.IMAGE, K2)),
+    "conv2d dilated": (lambda x, k: keras.ops.conv(x, k, 1, "same", dilation_rate=2), (c.IMAGE, K2)),
     "conv2d 1x1": (_conv2d(), (c.IMAGE, _kernel(1, 1, 4, 4))),
     "conv2d of split images": (_conv2d(), (c.EVEN_IMAGE, K2)),
     "conv2d grouped": (lambda x, k: keras.ops.conv(x, k, 1, "same"), (c.IMAGE, _kernel(3, 3, 2, 4))),

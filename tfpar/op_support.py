@@ -18,13 +18,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
-from tensorflow.experimental import dtensor
 
-from tfpar import compat, slices, variables
+from tfpar import compat, op_gathers, slices, variables
+from tfpar.op_gathers import gathered
 
-_MATCH = "match"  # in a relayout: leave this dim as it is
 _VARIABLE = "DTENSOR_ENABLE_REPLICATED_SPMD_AS_DEFAULT_TF."
 _REFUSED = re.compile(r"'tf\.(\w+)' op does not implement layout propagation")
 
@@ -102,31 +100,6 @@ def _layer(name: str) -> str:
     """The layer part of an operation's name: "gradient_tape/model/pool/AvgPoolGrad" gives "model/pool"."""
     parts = [part for part in name.split("/")[:-1] if part != "gradient_tape"]
     return "/".join(parts) or name
-
-
-def gathered(value: Any, dims: Callable[[int], bool] = lambda dim: True) -> tf.Tensor:
-    """The tensor with the chosen dims whole on every device.
-
-    A relayout can leave at most one dim as it is. To leave more, each chosen dim is merged into the one before it and
-    taken apart again: of merged dims DTensor keeps only the split of the first. This moves and costs nothing where the
-    dim is whole already.
-    """
-    value = tf.convert_to_tensor(value)
-    rank = value.shape.rank
-    chosen = [dims(dim) for dim in range(rank)]
-    if not any(chosen):
-        return value
-    if rank - sum(chosen) <= 1 or not value.shape.is_fully_defined():
-        merge = not value.shape.is_fully_defined()
-        spec = [dtensor.UNSHARDED if merge or chosen[dim] else _MATCH for dim in range(rank)]
-        return dtensor.relayout(value, variables.step_owner().mesh.layout(spec))
-    order = sorted(range(rank), key=lambda dim: chosen[dim]) if chosen[0] else list(range(rank))
-    value, chosen = tf.transpose(value, order) if chosen[0] else value, [chosen[dim] for dim in order]
-    merged: list[int] = []
-    for size, join in zip(value.shape, chosen):
-        merged[len(merged) - join :] = [merged[-1] * size] if join else [size]
-    value = tf.reshape(tf.identity(tf.reshape(value, merged)), value.shape)
-    return value if order == sorted(order) else tf.transpose(value, np.argsort(order))
 
 
 def _whole(operation: Callable) -> Callable:
@@ -271,6 +244,7 @@ def _in_steps(wrapper: Callable[[Callable], Callable]) -> Callable[[Callable], C
     return wrap
 
 
+compat.before_operations(op_gathers.gather_inputs)
 for _operation in REPLICATED:
     replicate(_operation)
 for _operation, _wrapper in WRONG.items():

@@ -1,0 +1,115 @@
+"""Operations that run on some splits of their inputs only: what else is split is gathered before they are added.
+
+TensorFlow refuses them otherwise, or ends the process. `GATHERED` says for each kind of operation which dims must be
+whole; the other dims stay split. That costs nothing where the dims are whole already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfpar import variables
+
+_MATCH = "match"  # in a relayout: leave this dim as it is
+
+Dims = Callable[[int], bool]
+
+
+def gathered(value: Any, dims: Dims = lambda dim: True) -> tf.Tensor:
+    """The tensor with the chosen dims whole on every device.
+
+    A relayout can leave at most one dim as it is. To leave more, each chosen dim is merged into the one before it and
+    taken apart again: of merged dims DTensor keeps only the split of the first. This moves and costs nothing where the
+    dim is whole already.
+    """
+    value = tf.convert_to_tensor(value)
+    rank = value.shape.rank
+    chosen = [dims(dim) for dim in range(rank)]
+    if not any(chosen):
+        return value
+    if rank - sum(chosen) <= 1 or not value.shape.is_fully_defined():
+        merge = not value.shape.is_fully_defined()
+        spec = [dtensor.UNSHARDED if merge or chosen[dim] else _MATCH for dim in range(rank)]
+        return dtensor.relayout(value, variables.step_owner().mesh.layout(spec))
+    order = sorted(range(rank), key=lambda dim: chosen[dim]) if chosen[0] else list(range(rank))
+    value, chosen = tf.transpose(value, order) if chosen[0] else value, [chosen[dim] for dim in order]
+    merged: list[int] = []
+    for size, join in zip(value.shape, chosen):
+        merged[len(merged) - join :] = [merged[-1] * size] if join else [size]
+    value = tf.reshape(tf.identity(tf.reshape(value, merged)), value.shape)
+    return value if order == sorted(order) else tf.transpose(value, np.argsort(order))
+
+
+def _all(dim: int) -> bool:
+    return True
+
+
+def _but_the_batch(dim: int) -> bool:
+    return dim > 0
+
+
+def _at(position: int, axis: int) -> Callable[[list[tf.Tensor]], dict[int, Dims]]:
+    """Input `position` is gathered along the dims that input `axis` names."""
+
+    def rule(inputs: list[tf.Tensor]) -> dict[int, Dims]:
+        named = tf.get_static_value(inputs[axis])
+        if named is None:
+            return {position: _all}
+        rank = inputs[position].shape.rank
+        return {position: {int(dim) % rank for dim in np.ravel(named)}.__contains__}
+
+    return rule
+
+
+def _where(position: int, amount: int, none: int) -> Callable[[list[tf.Tensor]], dict[int, Dims]]:
+    """Input `position` is gathered along the dims for which input `amount` has a row that is not `none`."""
+
+    def rule(inputs: list[tf.Tensor]) -> dict[int, Dims]:
+        amounts = tf.get_static_value(inputs[amount])
+        if amounts is None:
+            return {position: _all}
+        return {position: {dim for dim, entry in enumerate(amounts) if np.any(entry != none)}.__contains__}
+
+    return rule
+
+
+def _inputs(**rules: Dims) -> Callable[[list[tf.Tensor]], dict[int, Dims]]:
+    """The same dims always: `_0=_all` gathers all dims of the first input."""
+    fixed = {int(name[1:]): rule for name, rule in rules.items()}
+    return lambda inputs: fixed
+
+
+_IMAGES_AND_KERNEL = _inputs(_0=_but_the_batch, _1=_all)
+_KERNEL_AND_GRADIENT = _inputs(_1=_all, _2=_but_the_batch)
+_IMAGES_AND_GRADIENT = _inputs(_0=_but_the_batch, _2=_but_the_batch)
+
+GATHERED: dict[str, Callable[[list[tf.Tensor]], dict[int, Dims]]] = {
+    "Conv2D": _IMAGES_AND_KERNEL,
+    "Conv2DBackpropInput": _KERNEL_AND_GRADIENT,
+    "Conv2DBackpropFilter": _IMAGES_AND_GRADIENT,
+    "Conv3D": _IMAGES_AND_KERNEL,
+    "Conv3DBackpropInputV2": _KERNEL_AND_GRADIENT,
+    "Conv3DBackpropFilterV2": _IMAGES_AND_GRADIENT,
+    "Split": _at(1, axis=0),
+    "SplitV": _at(0, axis=2),
+    "Pad": _where(0, amount=1, none=0),
+    "PadV2": _where(0, amount=1, none=0),
+    "MirrorPad": _where(0, amount=1, none=0),
+    "MirrorPadGrad": _where(0, amount=1, none=0),
+    "Tile": _where(0, amount=1, none=1),
+    "Roll": _at(0, axis=2),
+}
+
+
+def gather_inputs(kind: str, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+    """The inputs of an operation that is about to be added to a step, gathered where `GATHERED` says so."""
+    rule = GATHERED.get(kind)
+    if rule is None or variables.step_owner() is None or any(value.shape.rank is None for value in inputs):
+        return inputs
+    dims = rule(inputs)
+    return [gathered(value, dims[i]) if i in dims else value for i, value in enumerate(inputs)]
