@@ -46,6 +46,8 @@ SECONDS_PER_CASE = 60.0
 CASES_PER_WORKER = 400  # a process keeps all that it traced
 CASES: dict[str, op_cases.Case] = op_cases.CASES | op_cases_nn.CASES
 
+_RUNNING = "function_node"  # in the text of an error that a partitioned function met while it ran
+
 Spec = tuple[str | None, ...]
 Sharding = tuple[Spec, ...]
 Results = dict[str, list[tuple[Sharding, str, str]]]
@@ -173,6 +175,13 @@ class Worker:
 
     def run(self, name: str, sharding: Sharding) -> tuple[str, str]:
         """One case's outcome, "died" where the process does not live to tell it."""
+        found = self._run(name, sharding)
+        if found[0] == "refused" and _RUNNING in found[1]:  # what was broken off breaks off all that follows
+            fresh, self._cases = self._cases == 1, CASES_PER_WORKER
+            return found if fresh else self.run(name, sharding)
+        return found
+
+    def _run(self, name: str, sharding: Sharding) -> tuple[str, str]:
         if self._process is None or self._cases >= CASES_PER_WORKER:
             self.stop()
             self._start()

@@ -66,6 +66,11 @@ def _of(inputs: tuple[Any, ...], **functions: Callable[..., Any]) -> dict[str, C
     return {name: (function, inputs) for name, function in functions.items()}
 
 
+def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation without a gradient."""
+    return lambda *inputs: function(*map(tf.stop_gradient, inputs))
+
+
 ELEMENTWISE = {
     **_each(_math, "abs ceil cos cosh erf erfc exp expm1 floor negative rint round sigmoid sign sin sinh", X),
     **_each(_math, "softplus square tan tanh atan asinh is_finite is_inf is_nan", X),
@@ -206,7 +211,7 @@ ORDER = {
     "reverse_sequence": (lambda x, n: tf.reverse_sequence(x, n, seq_axis=1), (X3, np.array([1, 2, 3, 4], "int32"))),
     "searchsorted": (lambda x, v: tf.searchsorted(tf.sort(x, -1), v), (X, Y)),
     "digitize": (lambda x: keras.ops.digitize(x, np.array([-1.0, 0.0, 1.0])), (X,)),
-    "random_shuffle": (lambda x: tf.sort(tf.random.experimental.stateless_shuffle(x, [1, 2]), 0), (V,)),
+    "random_shuffle": (_forward(lambda x: tf.sort(tf.random.experimental.stateless_shuffle(x, [1, 2]))), (V,)),
 }
 
 STRUCTURE = {
@@ -247,7 +252,7 @@ STRUCTURE = {
             "slice backwards, dim 1": lambda x: x[:, ::-1],
             "slice at a tensor": lambda x: x[: tf.reduce_sum(tf.ones((), "int32")) + 3],
             "dynamic slice": lambda x: keras.ops.slice(x, [2, 1], [3, 2]),
-            "slice_update": lambda x: keras.ops.slice_update(x, [2, 1], x[:2, :2] * 2),
+            "slice_update": _forward(lambda x: keras.ops.slice_update(x, [2, 1], x[:2, :2] * 2)),
             "pad dim 0": lambda x: tf.pad(x, [[1, 1], [0, 0]]),
             "pad dim 1": lambda x: tf.pad(x, [[0, 0], [1, 2]]),
             "pad with a value": lambda x: tf.pad(x, [[1, 0], [0, 1]], constant_values=3.0),

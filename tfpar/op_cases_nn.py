@@ -127,7 +127,11 @@ CONVOLUTIONS = {
 IMAGES = {
     **{
         f"resize {method}": (lambda x, m=method: tf.cast(tf.image.resize(x, (8, 8), m), x.dtype), (c.EVEN_IMAGE,))
-        for method in ("nearest", "bilinear", "bicubic", "area", "lanczos3")
+        for method in ("nearest", "bilinear", "bicubic")
+    },
+    **{
+        f"resize {method}": (c._forward(lambda x, m=method: tf.image.resize(x, (8, 8), m)), (c.EVEN_IMAGE,))
+        for method in ("area", "lanczos3")
     },
     "upsampling nearest": _layer("UpSampling2D", 2, x=c.EVEN_IMAGE),
     "upsampling bilinear": _layer("UpSampling2D", 2, interpolation="bilinear", x=c.EVEN_IMAGE),
@@ -141,7 +145,7 @@ IMAGES = {
     "flip_left_right": (tf.image.flip_left_right, (c.EVEN_IMAGE,)),
     "rgb_to_grayscale": (lambda x: tf.image.rgb_to_grayscale(x), (c._between(0, 1, 4, 4, 4, 3),)),
     "rgb_to_hsv": (tf.image.rgb_to_hsv, (c._between(0, 1, 4, 4, 4, 3),)),
-    "adjust_contrast": (lambda x: tf.image.adjust_contrast(x, 0.5), (c.EVEN_IMAGE,)),
+    "adjust_contrast": (c._forward(lambda x: tf.image.adjust_contrast(x, 0.5)), (c.EVEN_IMAGE,)),
     "affine_transform": (
         lambda x: keras.ops.image.affine_transform(x, np.array([[1.0, 0, 1, 0, 1, 0, 0, 0]] * 4), "bilinear"),
         (c.EVEN_IMAGE,),
@@ -160,7 +164,7 @@ ALGEBRA = {
     "qr": (lambda x: tf.matmul(*tf.linalg.qr(x)), (c.DEFINITE,)),
     "svd": (lambda x: tf.linalg.svd(x, compute_uv=False), (c.DEFINITE,)),
     "eigh": (lambda x: tf.linalg.eigh(x)[0], (c.DEFINITE,)),
-    "lu": (lambda x: tf.linalg.lu(x)[0], (c.DEFINITE,)),
+    "lu": (c._forward(lambda x: tf.linalg.lu(x)[0]), (c.DEFINITE,)),
     "solve": (tf.linalg.solve, (c.DEFINITE, c.X3)),
     "triangular_solve": (lambda a, b: tf.linalg.triangular_solve(a, b), (c.DEFINITE, c.X3)),
     "cholesky_solve": (lambda a, b: tf.linalg.cholesky_solve(a, b), (c.DEFINITE, c.X3)),

@@ -84,6 +84,16 @@ def _inputs(**rules: Dims) -> Callable[[list[tf.Tensor]], dict[int, Dims]]:
     return lambda inputs: fixed
 
 
+def _last(number: int) -> Callable[[list[tf.Tensor]], dict[int, Dims]]:
+    """The last dims of all inputs."""
+
+    def rule(inputs: list[tf.Tensor]) -> dict[int, Dims]:
+        firsts = [value.shape.rank - number for value in inputs]
+        return {i: (lambda dim, first=first: dim >= first) for i, first in enumerate(firsts)}
+
+    return rule
+
+
 _IMAGES_AND_KERNEL = _inputs(_0=_but_the_batch, _1=_all)
 _KERNEL_AND_GRADIENT = _inputs(_1=_all, _2=_but_the_batch)
 _IMAGES_AND_GRADIENT = _inputs(_0=_but_the_batch, _2=_but_the_batch)
@@ -99,10 +109,15 @@ GATHERED: dict[str, Callable[[list[tf.Tensor]], dict[int, Dims]]] = {
     "SplitV": _at(0, axis=2),
     "Pad": _where(0, amount=1, none=0),
     "PadV2": _where(0, amount=1, none=0),
-    "MirrorPad": _where(0, amount=1, none=0),
-    "MirrorPadGrad": _where(0, amount=1, none=0),
     "Tile": _where(0, amount=1, none=1),
-    "Roll": _at(0, axis=2),
+    **dict.fromkeys(("ResizeNearestNeighbor", "ResizeNearestNeighborGrad"), _inputs(_0=_but_the_batch)),
+    **dict.fromkeys(("ResizeBilinear", "ResizeBilinearGrad"), _inputs(_0=_but_the_batch)),
+    **dict.fromkeys(("Cholesky", "MatrixInverse", "MatrixDeterminant", "LogMatrixDeterminant"), _last(2)),
+    **dict.fromkeys(("CholeskyGrad", "Qr", "Svd", "SelfAdjointEigV2", "Lu", "MatrixSolve"), _last(2)),
+    **dict.fromkeys(("MatrixTriangularSolve", "MatrixSolveLs", "BatchCholesky"), _last(2)),
+    **dict.fromkeys(("FFT", "IFFT", "RFFT", "IRFFT"), _last(1)),
+    **dict.fromkeys(("FFT2D", "IFFT2D", "RFFT2D", "IRFFT2D"), _last(2)),
+    **dict.fromkeys(("FFT3D", "IFFT3D", "RFFT3D", "IRFFT3D"), _last(3)),
 }
 
 

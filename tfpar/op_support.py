@@ -48,6 +48,9 @@ REPLICATED = (
     "LRNGrad",
     # Order and structure
     "ReverseV2",
+    "Roll",
+    "MirrorPad",
+    "MirrorPadGrad",
     "Size",
     "MatrixDiagPartV3",
     # Element-wise and cumulative
