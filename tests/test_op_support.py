@@ -12,7 +12,7 @@ from keras import layers
 from tensorflow.experimental import dtensor
 
 import tfpar
-from tfpar import input as input_lib, op_support, transfer
+from tfpar import input as input_lib, op_gathers, op_support, transfer
 
 RNG = np.random.RandomState(0)
 X, LABELS = RNG.randn(8, 4), np.arange(8, dtype="int32") % 4
@@ -105,7 +105,7 @@ def test_chosen_dims_are_whole_and_others_stay_split(chosen):
     value = RNG.randn(4, 4, 4, 4)
     for spec in itertools.permutations(["data", "model", None, None]):
         x = transfer.to_mesh(value, strategy.mesh.layout(spec))
-        result = strategy.run(tf.function(lambda x: op_support.gathered(x, chosen.__contains__) * 1.0), args=(x,))
+        result = strategy.run(tf.function(lambda x: op_gathers.gathered(x, chosen.__contains__) * 1.0), args=(x,))
         found = dtensor.fetch_layout(result).sharding_specs
         for dim, axis in enumerate(spec):
             kept = axis and dim not in chosen

@@ -52,10 +52,24 @@ from tensorflow.python.eager import context as tf_context, record as tf_record, 
 from tensorflow.python.framework.func_graph import FuncGraph
 
 # Where every Python call and every gradient of an operation passes; see `route`.
-from tensorflow.python.ops import array_ops, gen_array_ops, gen_linalg_ops, gen_math_ops, gen_nn_ops
+from tensorflow.python.ops import (
+    array_ops,
+    control_flow_switch_case,
+    functional_ops,
+    gen_array_ops,
+    gen_linalg_ops,
+    gen_math_ops,
+    gen_nn_ops,
+    map_fn,
+)
+from tensorflow.python.ops.linalg import linalg_impl
 from tensorflow.python.saved_model import save_context as tf_save_context
 from tensorflow.python.trackable.base import VARIABLE_VALUE_KEY, Trackable
 
+_OPERATIONS = (
+    *(gen_array_ops, gen_linalg_ops, gen_math_ops, gen_nn_ops),
+    *(array_ops, control_flow_switch_case, functional_ops, map_fn, linalg_impl),
+)
 TensorFlowTrainer = next(c for c in keras.Model.__mro__ if c.__name__ == "TensorFlowTrainer")
 
 
@@ -232,12 +246,18 @@ def route(operation: str, wrapper: Callable[[Callable], Callable]) -> None:
         operation: the function's name in one of the modules below, such as "scatter_nd".
         wrapper: takes the original function, returns the replacement.
     """
-    modules = (gen_array_ops, gen_linalg_ops, gen_math_ops, gen_nn_ops, array_ops)
-    original = next(getattr(module, operation) for module in modules if hasattr(module, operation))
+    original = next(getattr(module, operation) for module in _OPERATIONS if hasattr(module, operation))
     replacement = functools.wraps(original)(wrapper(original))
-    for module in (*modules, tf):
-        if getattr(module, operation, None) is original:
-            setattr(module, operation, replacement)
+    for module in (*_OPERATIONS, tf, tf.linalg):
+        for name in {operation, operation.removesuffix("_v2"), {"matrix_exponential": "expm"}.get(operation, operation)}:
+            if getattr(module, name, None) is original:
+                setattr(module, name, replacement)
+
+
+def route_keras(operation: str, wrapper: Callable[[Callable], Callable]) -> None:
+    """As `route`, for a function of Keras' TensorFlow backend, such as "scan"."""
+    original = getattr(keras_backend.core, operation)
+    setattr(keras_backend.core, operation, functools.wraps(original)(wrapper(original)))
 
 
 def before_operations(change: Callable[[str, list[Any]], list[Any]]) -> None:
@@ -364,6 +384,7 @@ __all__ = [
     "number_collectives_apart",
     "record_read",
     "route",
+    "route_keras",
     "save_once",
     "start_dtensor",
     "strategy_of",

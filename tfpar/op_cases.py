@@ -275,7 +275,6 @@ STRUCTURE = {
             "one_hot of values": lambda x: tf.one_hot(tf.argmax(x, 1), 4, dtype=x.dtype) * x,
             "range": lambda x: x + tf.range(4, dtype=x.dtype),
             "unfold windows": lambda x: keras.ops.extract_sequences(x, 2, 1),
-            "tensordot with itself": lambda x: tf.matmul(x, x, transpose_b=True),
         },
     ),
     **_of(

@@ -54,6 +54,9 @@ PRODUCTS = {
     "tensordot": (lambda x, y: tf.tensordot(x, y, 1), (c.X3, c.X[:4])),
     "tensordot of two dims": (lambda x, y: tf.tensordot(x, y, [[1, 2], [0, 1]]), (c.X3, c.Y3)),
     "dot layer": (lambda x, y: keras.layers.Dot(-1, normalize=True, dtype="float64")([x, y]), (c.X, c.Y)),
+    "matmul with itself": (lambda x: tf.matmul(x, x, transpose_b=True), (c.X,)),
+    "matmul with itself, transposed": (lambda x: tf.matmul(x, x, transpose_a=True), (c.X,)),
+    "matmul of rank 3 with itself": (lambda x: tf.matmul(x, x, transpose_b=True), (c.X3,)),
     "correlate": (lambda x, y: keras.ops.correlate(x, y, "valid"), (c.V, c.W)),
     "dot_product_attention": (
         lambda q, k: keras.ops.dot_product_attention(q, k, k * 2),
@@ -179,7 +182,6 @@ ALGEBRA = {
     "rfft": (lambda x: tf.abs(tf.signal.rfft(x)), (c.X,)),
     "irfft": (lambda x: tf.signal.irfft(tf.signal.rfft(x)), (c.X,)),
     "stft": (lambda x: keras.ops.stft(x, 4, 2, 4, center=False), (np.tile(c.X, 2),)),
-    "einsum outer norm": (lambda x: keras.ops.corrcoef(x), (c.X,)),
 }
 
 

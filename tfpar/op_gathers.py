@@ -98,6 +98,12 @@ _IMAGES_AND_KERNEL = _inputs(_0=_but_the_batch, _1=_all)
 _KERNEL_AND_GRADIENT = _inputs(_1=_all, _2=_but_the_batch)
 _IMAGES_AND_GRADIENT = _inputs(_0=_but_the_batch, _2=_but_the_batch)
 
+
+def _twice_the_same(inputs: list[tf.Tensor]) -> dict[int, Dims]:
+    """The result of `x @ x^T` would be split twice over one axis."""
+    return {1: _all} if inputs[0] is inputs[1] else {}
+
+
 GATHERED: dict[str, Callable[[list[tf.Tensor]], dict[int, Dims]]] = {
     "Conv2D": _IMAGES_AND_KERNEL,
     "Conv2DBackpropInput": _KERNEL_AND_GRADIENT,
@@ -105,6 +111,8 @@ GATHERED: dict[str, Callable[[list[tf.Tensor]], dict[int, Dims]]] = {
     "Conv3D": _IMAGES_AND_KERNEL,
     "Conv3DBackpropInputV2": _KERNEL_AND_GRADIENT,
     "Conv3DBackpropFilterV2": _IMAGES_AND_GRADIENT,
+    "MatMul": _twice_the_same,
+    "BatchMatMulV2": _twice_the_same,
     "Split": _at(1, axis=0),
     "SplitV": _at(0, axis=2),
     "Pad": _where(0, amount=1, none=0),
@@ -112,6 +120,7 @@ GATHERED: dict[str, Callable[[list[tf.Tensor]], dict[int, Dims]]] = {
     "Tile": _where(0, amount=1, none=1),
     **dict.fromkeys(("ResizeNearestNeighbor", "ResizeNearestNeighborGrad"), _inputs(_0=_but_the_batch)),
     **dict.fromkeys(("ResizeBilinear", "ResizeBilinearGrad"), _inputs(_0=_but_the_batch)),
+    "AdjustContrastv2": _inputs(_0=_but_the_batch),
     **dict.fromkeys(("Cholesky", "MatrixInverse", "MatrixDeterminant", "LogMatrixDeterminant"), _last(2)),
     **dict.fromkeys(("CholeskyGrad", "Qr", "Svd", "SelfAdjointEigV2", "Lu", "MatrixSolve"), _last(2)),
     **dict.fromkeys(("MatrixTriangularSolve", "MatrixSolveLs", "BatchCholesky"), _last(2)),

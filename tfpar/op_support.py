@@ -20,8 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar import compat, op_gathers, slices, variables
-from tfpar.op_gathers import gathered
+from tfpar import compat, op_gathers, op_loops, op_routes, variables
 
 _VARIABLE = "DTENSOR_ENABLE_REPLICATED_SPMD_AS_DEFAULT_TF."
 _REFUSED = re.compile(r"'tf\.(\w+)' op does not implement layout propagation")
@@ -105,129 +104,34 @@ def _layer(name: str) -> str:
     return "/".join(parts) or name
 
 
-def _whole(operation: Callable) -> Callable:
-    """Positions in the whole of one input meet a shard of another. The result is whole too: what uses it could otherwise
-    make TensorFlow compute a shard of it only.
-    """
-
-    def whole(*args, name=None, **kwargs):
-        return gathered(operation(*(gathered(arg) for arg in args), name=name, **kwargs))
-
-    return whole
-
-
-def _refused(operation: Callable) -> Callable:
-    """Each device would find the positions in its own shard."""
-
-    def refuse(*args, **kwargs):
-        raise NotImplementedError(
-            f"{operation.__name__} gives a tensor whose size depends on values, which a step on a mesh cannot split. Keep "
-            "the size: use tf.where(condition, x, y), or multiply by the mask."
-        )
-
-    return refuse
-
-
-def _scatter_nd(scatter: Callable) -> Callable:
-    """As `_whole`; 64-bit indices fail. It is also the gradient of `gather_nd`, `top_k` and `sort`."""
-
-    def whole(indices, updates, shape, **kwargs):
-        indices, shape = tf.cast(gathered(indices), tf.int32), tf.cast(shape, tf.int32)
-        return gathered(scatter(indices, gathered(updates), shape, **kwargs))
-
-    return whole
-
-
-def _sparse_cross_entropy(cross_entropy: Callable) -> Callable:
-    """A label is looked up among a shard's classes: the loss is NaN where logits are split over the classes."""
-
-    def whole(features, labels, **kwargs):
-        return cross_entropy(gathered(features, lambda dim: dim == 1), labels, **kwargs)
-
-    return whole
-
-
-def _strided_slice(strided_slice: Callable) -> Callable:
-    """A negative step reverses each shard on its own; a new axis (`x[:, None]`) on a split tensor ends the process."""
-
-    def whole(input, begin, end, strides, *, new_axis_mask=0, **kwargs):
-        if new_axis_mask:
-            parts = slices.without_new_axes(
-                tf.convert_to_tensor(input).shape.rank, begin, end, strides, new_axis_mask, **kwargs
-            )
-            result = whole(input, *parts.bounds, **parts.masks) if parts.slices else tf.convert_to_tensor(input)
-            for dim in parts.new_dims:
-                result = tf.expand_dims(result, dim)
-            return result
-        steps = tf.get_static_value(tf.convert_to_tensor(strides))
-        if steps is not None and (steps < 0).any():
-            return gathered(strided_slice(gathered(input), begin, end, strides, **kwargs))
-        return strided_slice(input, begin, end, strides, **kwargs)
-
-    return whole
-
-
-def _lookup(gather: Callable) -> Callable:
-    """The gradient of looked-up rows is dense, before anything (clipping, loss scale) sees it."""
-
-    def dense(params, *args, **kwargs):
-        params = tf.convert_to_tensor(params)
-        return gather(variables.dense_gradient(params) if params.dtype.is_floating else params, *args, **kwargs)
-
-    return dense
-
-
-def _einsum(einsum: Callable) -> Callable:
-    """Where one input splits a summed dim and the other splits another dim of both, over one axis, each device pairs
-    shards that do not belong together. So that only one dim of both can be split, summed dims are gathered; the first
-    one stays split (heads, in an attention's output) where no dim of both is kept.
-    """
-
-    def one_split(inputs, equation, **kwargs):
-        terms, _, result = equation.replace(" ", "").partition("->")
-        terms = terms.split(",")
-        if len(terms) == 2 and "." not in equation:
-            shared = [label for label in terms[0] if label in terms[1]]
-            summed = [label for label in shared if label not in result]
-            alone = [label for label in set(terms[0]) ^ set(terms[1]) if label not in result]
-            whole = set(alone + (summed if len(summed) < len(shared) else summed[1:]))
-            inputs = [gathered(value, lambda dim, term=term: term[dim] in whole) for value, term in zip(inputs, terms)]
-        return einsum(inputs, equation, **kwargs)
-
-    return one_split
-
-
-def _matmul(matmul: Callable) -> Callable:
-    """As `_einsum`: with two or more dims before a matrix, the summed dim is gathered."""
-
-    def one_split(x, y, adj_x=False, adj_y=False, **kwargs):
-        x, y = tf.convert_to_tensor(x), tf.convert_to_tensor(y)
-        if max(x.shape.rank, y.shape.rank) > 3:
-            x = gathered(x, lambda dim: dim == x.shape.rank - (2 if adj_x else 1))
-            y = gathered(y, lambda dim: dim == y.shape.rank - (1 if adj_y else 2))
-        return matmul(x, y, adj_x=adj_x, adj_y=adj_y, **kwargs)
-
-    return one_split
-
-
 WRONG = {
-    "einsum": _einsum,
-    "batch_mat_mul": _matmul,
-    "batch_mat_mul_v2": _matmul,
-    "batch_mat_mul_v3": _matmul,
-    "gather_v2": _lookup,
-    "scatter_nd": _scatter_nd,
-    "gather_nd": _whole,
-    "tensor_scatter_update": _whole,
-    "tensor_scatter_add": _whole,
-    "tensor_scatter_sub": _whole,
-    "tensor_scatter_min": _whole,
-    "tensor_scatter_max": _whole,
-    "where": _refused,
-    "boolean_mask": _refused,
-    "sparse_softmax_cross_entropy_with_logits": _sparse_cross_entropy,
-    "strided_slice": _strided_slice,
+    "einsum": op_routes.einsum,
+    "batch_mat_mul": op_routes.matmul,
+    "batch_mat_mul_v2": op_routes.matmul,
+    "batch_mat_mul_v3": op_routes.matmul,
+    "gather_v2": op_routes.lookup,
+    "scatter_nd": op_routes.scatter_nd,
+    "gather_nd": op_routes.whole,
+    "tensor_scatter_update": op_routes.whole,
+    "tensor_scatter_add": op_routes.whole,
+    "tensor_scatter_sub": op_routes.whole,
+    "tensor_scatter_min": op_routes.whole,
+    "tensor_scatter_max": op_routes.whole,
+    "where": op_routes.refused,
+    "boolean_mask": op_routes.refused,
+    "sparse_softmax_cross_entropy_with_logits": op_routes.sparse_cross_entropy,
+    "strided_slice": op_routes.strided_slice,
+    "conv2d": op_routes.grouped_conv,
+    "conv3d": op_routes.grouped_conv,
+    "repeat": op_routes.repeat,
+    "matrix_exponential": op_routes.fatal,
+    "map_fn_v2": op_loops.map_fn,
+    "foldl_v2": op_loops.fold(reverse=False),
+    "foldr_v2": op_loops.fold(reverse=True),
+    "scan_v2": op_loops.scan,
+    "switch_case": op_loops.switch_case,
 }
+KERAS = {"scan": op_loops.keras_scan, "associative_scan": op_loops.keras_associative_scan}
 
 
 def _in_steps(wrapper: Callable[[Callable], Callable]) -> Callable[[Callable], Callable]:
@@ -252,3 +156,5 @@ for _operation in REPLICATED:
     replicate(_operation)
 for _operation, _wrapper in WRONG.items():
     compat.route(_operation, _in_steps(_wrapper))
+for _operation, _wrapper in KERAS.items():
+    compat.route_keras(_operation, _in_steps(_wrapper))

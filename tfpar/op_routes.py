@@ -1,0 +1,164 @@
+"""What takes the place of a TensorFlow function in a step where DTensor would give other numbers, or none.
+
+Each wrapper takes the function and returns one with the same arguments; `op_support.WRONG` says which takes which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfpar import slices, variables
+from tfpar.op_gathers import gathered
+
+
+def whole(operation: Callable) -> Callable:
+    """Positions in the whole of one input meet a shard of another. The result is whole too: what uses it could otherwise
+    make TensorFlow compute a shard of it only.
+    """
+
+    def whole(*args, name=None, **kwargs):
+        return gathered(operation(*(gathered(arg) for arg in args), name=name, **kwargs))
+
+    return whole
+
+
+def refused(operation: Callable) -> Callable:
+    """Each device would find the positions in its own shard."""
+
+    def refuse(*args, **kwargs):
+        raise NotImplementedError(
+            f"{operation.__name__} gives a tensor whose size depends on values, which a step on a mesh cannot split. Keep "
+            "the size: use tf.where(condition, x, y), or multiply by the mask."
+        )
+
+    return refuse
+
+
+def fatal(operation: Callable) -> Callable:
+    """The process would end inside TensorFlow, also where nothing is split."""
+
+    def refuse(*args, **kwargs):
+        raise NotImplementedError(
+            f"{operation.__name__} in a step on a mesh would end the process inside TensorFlow. Compute it outside the step."
+        )
+
+    return refuse
+
+
+def scatter_nd(scatter: Callable) -> Callable:
+    """As `whole`; 64-bit indices fail. It is also the gradient of `gather_nd`, `top_k` and `sort`."""
+
+    def whole(indices, updates, shape, **kwargs):
+        indices, shape = tf.cast(gathered(indices), tf.int32), tf.cast(shape, tf.int32)
+        return gathered(scatter(indices, gathered(updates), shape, **kwargs))
+
+    return whole
+
+
+def sparse_cross_entropy(cross_entropy: Callable) -> Callable:
+    """A label is looked up among a shard's classes: the loss is NaN where logits are split over the classes."""
+
+    def whole(features, labels, **kwargs):
+        return cross_entropy(gathered(features, lambda dim: dim == 1), labels, **kwargs)
+
+    return whole
+
+
+def strided_slice(strided_slice: Callable) -> Callable:
+    """A negative step reverses each shard on its own; a new axis (`x[:, None]`) on a split tensor ends the process."""
+
+    def whole(input, begin, end, strides, *, new_axis_mask=0, **kwargs):
+        if new_axis_mask:
+            parts = slices.without_new_axes(
+                tf.convert_to_tensor(input).shape.rank, begin, end, strides, new_axis_mask, **kwargs
+            )
+            result = whole(input, *parts.bounds, **parts.masks) if parts.slices else tf.convert_to_tensor(input)
+            for dim in parts.new_dims:
+                result = tf.expand_dims(result, dim)
+            return result
+        steps = tf.get_static_value(tf.convert_to_tensor(strides))
+        if steps is not None and (steps < 0).any():
+            return gathered(strided_slice(gathered(input), begin, end, strides, **kwargs))
+        return strided_slice(input, begin, end, strides, **kwargs)
+
+    return whole
+
+
+def lookup(gather: Callable) -> Callable:
+    """The gradient of looked-up rows is dense, before anything (clipping, loss scale) sees it."""
+
+    def dense(params, *args, **kwargs):
+        params = tf.convert_to_tensor(params)
+        return gather(variables.dense_gradient(params) if params.dtype.is_floating else params, *args, **kwargs)
+
+    return dense
+
+
+def einsum(einsum: Callable) -> Callable:
+    """Where one input splits a summed dim and the other splits another dim of both, over one axis, each device pairs
+    shards that do not belong together. So that only one dim of both can be split, summed dims are gathered; the first
+    one stays split (heads, in an attention's output) where no dim of both is kept.
+    """
+
+    def one_split(inputs, equation, **kwargs):
+        terms, _, result = equation.replace(" ", "").partition("->")
+        terms = terms.split(",")
+        if len(terms) == 2 and "." not in equation:
+            shared = [label for label in terms[0] if label in terms[1]]
+            summed = [label for label in shared if label not in result]
+            alone = [label for label in set(terms[0]) ^ set(terms[1]) if label not in result]
+            whole = set(alone + (summed if len(summed) < len(shared) else summed[1:]))
+            inputs = [gathered(value, lambda dim, term=term: term[dim] in whole) for value, term in zip(inputs, terms)]
+        return einsum(inputs, equation, **kwargs)
+
+    return one_split
+
+
+def matmul(matmul: Callable) -> Callable:
+    """As `einsum`: with two or more dims before a matrix, the summed dim is gathered."""
+
+    def one_split(x, y, adj_x=False, adj_y=False, **kwargs):
+        x, y = tf.convert_to_tensor(x), tf.convert_to_tensor(y)
+        if max(x.shape.rank, y.shape.rank) > 3:
+            x = gathered(x, lambda dim: dim == x.shape.rank - (2 if adj_x else 1))
+            y = gathered(y, lambda dim: dim == y.shape.rank - (1 if adj_y else 2))
+        return matmul(x, y, adj_x=adj_x, adj_y=adj_y, **kwargs)
+
+    return one_split
+
+
+
+
+def grouped_conv(conv: Callable) -> Callable:
+    """Keras compiles convolutions of groups with XLA, which a step cannot; without it they have no gradient on CPU. Each
+    group is a convolution of its own here.
+    """
+
+    def by_group(input, filter, *args, data_format="NHWC", name=None, **kwargs):
+        input, filter = tf.convert_to_tensor(input), tf.convert_to_tensor(filter)
+        channels = input.shape.rank - 1 if data_format.endswith("C") else 1
+        groups = input.shape[channels] // filter.shape[-2]
+        if groups == 1:
+            return conv(input, filter, *args, data_format=data_format, name=name, **kwargs)
+        parts = zip(tf.split(input, groups, channels), tf.split(filter, groups, -1))
+        return tf.concat([conv(*part, *args, data_format=data_format, **kwargs) for part in parts], channels)
+
+    return by_group
+
+
+def repeat(repeat: Callable) -> Callable:
+    """With one number per element TensorFlow masks a larger tensor, whose size then depends on values."""
+
+    def looked_up(input, repeats, axis=None, **kwargs):
+        counts = tf.get_static_value(tf.convert_to_tensor(repeats))
+        if counts is None or np.size(counts) <= 1:
+            return repeat(input, repeats, axis, **kwargs)
+        input = tf.reshape(input, [-1]) if axis is None else tf.convert_to_tensor(input)
+        axis = axis or 0
+        return tf.gather(input, np.repeat(np.arange(input.shape[axis]), counts), axis=axis)
+
+    return looked_up
