@@ -243,13 +243,16 @@ def route(operation: str, wrapper: Callable[[Callable], Callable]) -> None:
     DTensor partitions some operations wrongly without an error; their inputs must change before they are added.
 
     Args:
-        operation: the function's name in one of the modules below, such as "scatter_nd".
+        operation: the function's name in one of TensorFlow's modules, such as "scatter_nd", or that and its public
+            name, such as "scan_v2 as scan".
         wrapper: takes the original function, returns the replacement.
     """
-    original = next(getattr(module, operation) for module in _OPERATIONS if hasattr(module, operation))
+    operation, _, public = operation.partition(" as ")
+    modules = _OPERATIONS[::-1] if public else _OPERATIONS
+    original = next(getattr(module, operation) for module in modules if hasattr(module, operation))
     replacement = functools.wraps(original)(wrapper(original))
     for module in (*_OPERATIONS, tf, tf.linalg):
-        for name in {operation, operation.removesuffix("_v2"), {"matrix_exponential": "expm"}.get(operation, operation)}:
+        for name in (operation, public):
             if getattr(module, name, None) is original:
                 setattr(module, name, replacement)
 

@@ -199,7 +199,7 @@ LOOPS = {
     "vectorized_map": (lambda x: tf.vectorized_map(lambda row: tf.reduce_sum(row) * row, x), (c.X,)),
     "scan": (lambda x: tf.scan(lambda total, row: total + row**2, x), (c.X,)),
     "keras scan": (lambda x: keras.ops.scan(lambda total, row: (total + row, total * row), x[0] * 0, x), (c.X,)),
-    "keras associative_scan": (lambda x: keras.ops.associative_scan(lambda a, b: a + b, x), (c.X,)),
+    "keras associative_scan": (lambda x: tf.reshape(keras.ops.associative_scan(tf.add, x), (8, 4)), (c.X,)),
     "foldl": (lambda x: tf.foldl(lambda total, row: total + row**2, x), (c.X,)),
     "keras fori_loop": (lambda x: keras.ops.fori_loop(0, 3, lambda i, y: y * 1.1 + x, x), (c.X,)),
     "TensorArray": (lambda x: tf.TensorArray(x.dtype, 8).unstack(x).stack(), (c.X,)),
@@ -252,7 +252,7 @@ LOSSES = {
     "category encoding multi_hot": _layer("CategoryEncoding", 8, output_mode="multi_hot", x=c.MATRIX_IDS),
     "category encoding one_hot": _layer("CategoryEncoding", 8, output_mode="one_hot", x=c.IDS),
     "category encoding count": _layer("CategoryEncoding", 8, output_mode="count", x=c.MATRIX_IDS),
-    "hashing": _layer("Hashing", 8, x=c.MATRIX_IDS),
+    "hashing": (lambda x: keras.layers.Hashing(8, dtype="int32")(x), (c.MATRIX_IDS,)),
     "discretization": _layer("Discretization", bin_boundaries=[-1.0, 0.0, 1.0], x=c.X),
     "integer lookup": _layer("IntegerLookup", vocabulary=[1, 2, 3], x=c.MATRIX_IDS),
     "group normalization": (

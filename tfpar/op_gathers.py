@@ -95,6 +95,7 @@ def _last(number: int) -> Callable[[list[tf.Tensor]], dict[int, Dims]]:
 
 
 _IMAGES_AND_KERNEL = _inputs(_0=_but_the_batch, _1=_all)
+_BATCH_OF_THREE = _inputs(_0=_but_the_batch, _1=_but_the_batch, _2=_but_the_batch)
 _KERNEL_AND_GRADIENT = _inputs(_1=_all, _2=_but_the_batch)
 _IMAGES_AND_GRADIENT = _inputs(_0=_but_the_batch, _2=_but_the_batch)
 
@@ -120,7 +121,9 @@ GATHERED: dict[str, Callable[[list[tf.Tensor]], dict[int, Dims]]] = {
     "Tile": _where(0, amount=1, none=1),
     **dict.fromkeys(("ResizeNearestNeighbor", "ResizeNearestNeighborGrad"), _inputs(_0=_but_the_batch)),
     **dict.fromkeys(("ResizeBilinear", "ResizeBilinearGrad"), _inputs(_0=_but_the_batch)),
-    "AdjustContrastv2": _inputs(_0=_but_the_batch),
+    **dict.fromkeys(("MaxPool", "AvgPool", "MaxPool3D", "AvgPool3D", "LRN", "AdjustContrastv2"), _inputs(_0=_but_the_batch)),
+    **dict.fromkeys(("AvgPoolGrad", "AvgPool3DGrad"), _inputs(_1=_but_the_batch)),
+    **dict.fromkeys(("MaxPoolGrad", "MaxPool3DGrad", "LRNGrad"), _BATCH_OF_THREE),
     **dict.fromkeys(("Cholesky", "MatrixInverse", "MatrixDeterminant", "LogMatrixDeterminant"), _last(2)),
     **dict.fromkeys(("CholeskyGrad", "Qr", "Svd", "SelfAdjointEigV2", "Lu", "MatrixSolve"), _last(2)),
     **dict.fromkeys(("MatrixTriangularSolve", "MatrixSolveLs", "BatchCholesky"), _last(2)),

@@ -124,11 +124,11 @@ WRONG = {
     "conv2d": op_routes.grouped_conv,
     "conv3d": op_routes.grouped_conv,
     "repeat": op_routes.repeat,
-    "matrix_exponential": op_routes.fatal,
-    "map_fn_v2": op_loops.map_fn,
-    "foldl_v2": op_loops.fold(reverse=False),
-    "foldr_v2": op_loops.fold(reverse=True),
-    "scan_v2": op_loops.scan,
+    "matrix_exponential as expm": op_routes.fatal,
+    "map_fn_v2 as map_fn": op_loops.map_fn,
+    "foldl_v2 as foldl": op_loops.fold(reverse=False),
+    "foldr_v2 as foldr": op_loops.fold(reverse=True),
+    "scan_v2 as scan": op_loops.scan,
     "switch_case": op_loops.switch_case,
 }
 KERAS = {"scan": op_loops.keras_scan, "associative_scan": op_loops.keras_associative_scan}
