@@ -258,9 +258,11 @@ def route(operation: str, wrapper: Callable[[Callable], Callable]) -> None:
 
 
 def route_keras(operation: str, wrapper: Callable[[Callable], Callable]) -> None:
-    """As `route`, for a function of Keras' TensorFlow backend, such as "scan"."""
-    original = getattr(keras_backend.core, operation)
-    setattr(keras_backend.core, operation, functools.wraps(original)(wrapper(original)))
+    """As `route`, for a function of Keras' TensorFlow backend, such as "core.scan"."""
+    name, _, operation = operation.partition(".")
+    module = getattr(keras_backend, name)
+    original = getattr(module, operation)
+    setattr(module, operation, functools.wraps(original)(wrapper(original)))
 
 
 def before_operations(change: Callable[[str, list[Any]], list[Any]]) -> None:

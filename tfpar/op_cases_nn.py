@@ -100,7 +100,7 @@ CONVOLUTIONS = {
     "dilation2d": (lambda x, k: tf.nn.dilation2d(x, k, [1] * 4, "SAME", "NHWC", [1] * 4), (c.IMAGE, _kernel(3, 3, 4))),
     **{
         f"{kind}_pool of {name}{' with overlap' * (strides == 1)}": (
-            lambda x, k=kind, s=strides: keras.ops.max_pool(x, 2, s) if k == "max" else keras.ops.average_pool(x, 2, s, "same"),
+            lambda x, k=kind, s=strides: getattr(keras.ops, f"{k}_pool")(tf.cast(x, "float32"), 2, s, "same"),
             (x,),
         )
         for kind in ("max", "average")

@@ -112,6 +112,9 @@ GATHERED: dict[str, Callable[[list[tf.Tensor]], dict[int, Dims]]] = {
     "Conv3D": _IMAGES_AND_KERNEL,
     "Conv3DBackpropInputV2": _KERNEL_AND_GRADIENT,
     "Conv3DBackpropFilterV2": _IMAGES_AND_GRADIENT,
+    "DepthwiseConv2dNative": _inputs(_0=_all, _1=_all),
+    "DepthwiseConv2dNativeBackpropInput": _inputs(_1=_all, _2=_all),
+    "DepthwiseConv2dNativeBackpropFilter": _inputs(_0=_all, _2=_all),
     "MatMul": _twice_the_same,
     "BatchMatMulV2": _twice_the_same,
     "Split": _at(1, axis=0),
@@ -133,10 +136,23 @@ GATHERED: dict[str, Callable[[list[tf.Tensor]], dict[int, Dims]]] = {
 }
 
 
+FATAL = {
+    "LookupTableFindV2": "A lookup table (IntegerLookup, StringLookup, TextVectorization) in a step on a mesh would end the "
+    "process inside TensorFlow. Look the ids up in the dataset, with dataset.map, not in the model."
+}
+
+
 def gather_inputs(kind: str, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
-    """The inputs of an operation that is about to be added to a step, gathered where `GATHERED` says so."""
-    rule = GATHERED.get(kind)
-    if rule is None or variables.step_owner() is None or any(value.shape.rank is None for value in inputs):
+    """The inputs of an operation that is about to be added to a step, gathered where `GATHERED` says so.
+
+    Raises:
+        NotImplementedError: the operation would end the process.
+    """
+    if (kind not in GATHERED and kind not in FATAL) or variables.step_owner() is None:
         return inputs
-    dims = rule(inputs)
+    if kind in FATAL:
+        raise NotImplementedError(FATAL[kind])
+    if any(value.shape.rank is None for value in inputs):
+        return inputs
+    dims = GATHERED[kind](inputs)
     return [gathered(value, dims[i]) if i in dims else value for i, value in enumerate(inputs)]

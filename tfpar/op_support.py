@@ -20,7 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar import compat, op_gathers, op_loops, op_routes, variables
+from tfpar import compat, op_ctc, op_gathers, op_loops, op_routes, variables
 
 _VARIABLE = "DTENSOR_ENABLE_REPLICATED_SPMD_AS_DEFAULT_TF."
 _REFUSED = re.compile(r"'tf\.(\w+)' op does not implement layout propagation")
@@ -131,7 +131,11 @@ WRONG = {
     "scan_v2 as scan": op_loops.scan,
     "switch_case": op_loops.switch_case,
 }
-KERAS = {"scan": op_loops.keras_scan, "associative_scan": op_loops.keras_associative_scan}
+KERAS = {
+    "core.scan": op_loops.keras_scan,
+    "core.associative_scan": op_loops.keras_associative_scan,
+    "nn.ctc_loss": op_ctc.ctc_loss,
+}
 
 
 def _in_steps(wrapper: Callable[[Callable], Callable]) -> Callable[[Callable], Callable]:
