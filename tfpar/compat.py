@@ -57,9 +57,11 @@ from tensorflow.python.ops import (
     control_flow_switch_case,
     functional_ops,
     gen_array_ops,
+    gen_image_ops,
     gen_linalg_ops,
     gen_math_ops,
     gen_nn_ops,
+    gen_spectral_ops,
     map_fn,
 )
 from tensorflow.python.ops.linalg import linalg_impl
@@ -67,7 +69,7 @@ from tensorflow.python.saved_model import save_context as tf_save_context
 from tensorflow.python.trackable.base import VARIABLE_VALUE_KEY, Trackable
 
 _OPERATIONS = (
-    *(gen_array_ops, gen_linalg_ops, gen_math_ops, gen_nn_ops),
+    *(gen_array_ops, gen_image_ops, gen_linalg_ops, gen_math_ops, gen_nn_ops, gen_spectral_ops),
     *(array_ops, control_flow_switch_case, functional_ops, map_fn, linalg_impl),
 )
 TensorFlowTrainer = next(c for c in keras.Model.__mro__ if c.__name__ == "TensorFlowTrainer")
@@ -251,7 +253,7 @@ def route(operation: str, wrapper: Callable[[Callable], Callable]) -> None:
     modules = _OPERATIONS[::-1] if public else _OPERATIONS
     original = next(getattr(module, operation) for module in modules if hasattr(module, operation))
     replacement = functools.wraps(original)(wrapper(original))
-    for module in (*_OPERATIONS, tf, tf.linalg):
+    for module in (*_OPERATIONS, tf, tf.linalg, tf.nn, tf.signal):
         for name in (operation, public):
             if getattr(module, name, None) is original:
                 setattr(module, name, replacement)

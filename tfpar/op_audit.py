@@ -124,7 +124,7 @@ def outcome(name: str, sharding: Sharding, strategy: tf.distribute.Strategy) -> 
             if operation is None or op_support.is_replicated(operation):
                 return "refused", _shortened(error)
             op_support.replicate(operation)
-    operations = list(op_support.operations(step.get_concrete_function(*inputs).graph))
+    operations = list(op_support.all_operations(step.get_concrete_function(*inputs).graph))
     if [a.shape for a in actual] != [e.shape for e in expected]:
         return "WRONG", f"shapes {[a.shape for a in actual]}"
     errors = [_error(a, e) for a, e in zip(actual, expected)]

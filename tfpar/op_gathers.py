@@ -6,6 +6,7 @@ whole; the other dims stay split. That costs nothing where the dims are whole al
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,10 @@ from tfpar import variables
 
 _MATCH = "match"  # in a relayout: leave this dim as it is
 
+RESULTS = -1  # what stands for the results beside the numbers of the inputs
+
 Dims = Callable[[int], bool]
+Rule = Callable[[list[tf.Tensor]], dict[int, Dims]]
 
 
 def gathered(value: Any, dims: Dims = lambda dim: True) -> tf.Tensor:
@@ -53,51 +57,38 @@ def _but_the_batch(dim: int) -> bool:
     return dim > 0
 
 
-def _at(position: int, axis: int) -> Callable[[list[tf.Tensor]], dict[int, Dims]]:
+def _at(position: int, axis: int) -> Rule:
     """Input `position` is gathered along the dims that input `axis` names."""
 
     def rule(inputs: list[tf.Tensor]) -> dict[int, Dims]:
         named = tf.get_static_value(inputs[axis])
-        if named is None:
-            return {position: _all}
         rank = inputs[position].shape.rank
-        return {position: {int(dim) % rank for dim in np.ravel(named)}.__contains__}
+        dims = _all if named is None else {int(dim) % rank for dim in np.ravel(named)}.__contains__
+        return {position: dims, RESULTS: dims}
 
     return rule
 
 
-def _where(position: int, amount: int, none: int) -> Callable[[list[tf.Tensor]], dict[int, Dims]]:
+def _where(position: int, amount: int, none: int) -> Rule:
     """Input `position` is gathered along the dims for which input `amount` has a row that is not `none`."""
 
     def rule(inputs: list[tf.Tensor]) -> dict[int, Dims]:
         amounts = tf.get_static_value(inputs[amount])
-        if amounts is None:
-            return {position: _all}
-        return {position: {dim for dim, entry in enumerate(amounts) if np.any(entry != none)}.__contains__}
+        dims = {dim for dim, entry in enumerate(amounts) if np.any(entry != none)}.__contains__ if amounts is not None else _all
+        return {position: dims, RESULTS: dims}
 
     return rule
 
 
-def _inputs(**rules: Dims) -> Callable[[list[tf.Tensor]], dict[int, Dims]]:
-    """The same dims always: `_0=_all` gathers all dims of the first input."""
-    fixed = {int(name[1:]): rule for name, rule in rules.items()}
-    return lambda inputs: fixed
-
-
-def _last(number: int) -> Callable[[list[tf.Tensor]], dict[int, Dims]]:
-    """The last dims of all inputs."""
+def _last(number: int) -> Rule:
+    """The last dims of all inputs and of results of the same rank."""
 
     def rule(inputs: list[tf.Tensor]) -> dict[int, Dims]:
         firsts = [value.shape.rank - number for value in inputs]
-        return {i: (lambda dim, first=first: dim >= first) for i, first in enumerate(firsts)}
+        dims = {i: (lambda dim, first=first: dim >= first) for i, first in enumerate(firsts)}
+        return {**dims, RESULTS: dims[0]}
 
     return rule
-
-
-_IMAGES_AND_KERNEL = _inputs(_0=_but_the_batch, _1=_all)
-_BATCH_OF_THREE = _inputs(_0=_but_the_batch, _1=_but_the_batch, _2=_but_the_batch)
-_KERNEL_AND_GRADIENT = _inputs(_1=_all, _2=_but_the_batch)
-_IMAGES_AND_GRADIENT = _inputs(_0=_but_the_batch, _2=_but_the_batch)
 
 
 def _twice_the_same(inputs: list[tf.Tensor]) -> dict[int, Dims]:
@@ -105,37 +96,51 @@ def _twice_the_same(inputs: list[tf.Tensor]) -> dict[int, Dims]:
     return {1: _all} if inputs[0] is inputs[1] else {}
 
 
-GATHERED: dict[str, Callable[[list[tf.Tensor]], dict[int, Dims]]] = {
-    "Conv2D": _IMAGES_AND_KERNEL,
-    "Conv2DBackpropInput": _KERNEL_AND_GRADIENT,
-    "Conv2DBackpropFilter": _IMAGES_AND_GRADIENT,
-    "Conv3D": _IMAGES_AND_KERNEL,
-    "Conv3DBackpropInputV2": _KERNEL_AND_GRADIENT,
-    "Conv3DBackpropFilterV2": _IMAGES_AND_GRADIENT,
-    "DepthwiseConv2dNative": _inputs(_0=_all, _1=_all),
-    "DepthwiseConv2dNativeBackpropInput": _inputs(_1=_all, _2=_all),
-    "DepthwiseConv2dNativeBackpropFilter": _inputs(_0=_all, _2=_all),
-    "MatMul": _twice_the_same,
-    "BatchMatMulV2": _twice_the_same,
+def _always(dims: dict[int, Dims]) -> Rule:
+    return lambda inputs: dims
+
+
+def _images(*positions: int, whole: tuple[int, ...] = ()) -> Rule:
+    """Inputs and results of which the batch dim can be split, and inputs that must be whole."""
+    return _always(dict.fromkeys((*positions, RESULTS), _but_the_batch) | dict.fromkeys(whole, _all))
+
+
+def _whole(*positions: int) -> Rule:
+    return _always(dict.fromkeys((*positions, RESULTS), _all))
+
+
+def _kernel_gradient(*positions: int) -> Rule:
+    return _always(dict.fromkeys(positions, _but_the_batch) | {RESULTS: _all})
+
+
+def _each(rule: Rule, names: str) -> dict[str, Rule]:
+    return dict.fromkeys(names.split(), rule)
+
+
+GATHERED: dict[str, Rule] = {
+    **_each(_images(0, whole=(1,)), "Conv2D Conv3D"),
+    **_each(_images(2, whole=(1,)), "Conv2DBackpropInput Conv3DBackpropInputV2"),
+    **_each(_kernel_gradient(0, 2), "Conv2DBackpropFilter Conv3DBackpropFilterV2"),
+    "DepthwiseConv2dNative": _whole(0, 1),
+    "DepthwiseConv2dNativeBackpropInput": _whole(1, 2),
+    "DepthwiseConv2dNativeBackpropFilter": _whole(0, 2),
+    **_each(_images(0), "MaxPool AvgPool MaxPool3D AvgPool3D LRN AdjustContrastv2"),
+    **_each(_images(1), "AvgPoolGrad AvgPool3DGrad"),
+    **_each(_images(0, 1, 2), "MaxPoolGrad MaxPool3DGrad LRNGrad"),
+    **_each(_images(0), "ResizeNearestNeighbor ResizeNearestNeighborGrad ResizeBilinear ResizeBilinearGrad"),
+    "FusedBatchNormV3": _whole(0, 1, 2, 3, 4),
+    "FusedBatchNormGradV3": _whole(0, 1, 2, 3, 4, 5),
+    **_each(_twice_the_same, "MatMul BatchMatMulV2"),
     "Split": _at(1, axis=0),
     "SplitV": _at(0, axis=2),
-    "Pad": _where(0, amount=1, none=0),
-    "PadV2": _where(0, amount=1, none=0),
+    **_each(_where(0, amount=1, none=0), "Pad PadV2"),
     "Tile": _where(0, amount=1, none=1),
-    **dict.fromkeys(("ResizeNearestNeighbor", "ResizeNearestNeighborGrad"), _inputs(_0=_but_the_batch)),
-    **dict.fromkeys(("ResizeBilinear", "ResizeBilinearGrad"), _inputs(_0=_but_the_batch)),
-    **dict.fromkeys(("MaxPool", "AvgPool", "MaxPool3D", "AvgPool3D", "LRN", "AdjustContrastv2"), _inputs(_0=_but_the_batch)),
-    **dict.fromkeys(("AvgPoolGrad", "AvgPool3DGrad"), _inputs(_1=_but_the_batch)),
-    **dict.fromkeys(("MaxPoolGrad", "MaxPool3DGrad", "LRNGrad"), _BATCH_OF_THREE),
-    **dict.fromkeys(("Cholesky", "MatrixInverse", "MatrixDeterminant", "LogMatrixDeterminant"), _last(2)),
-    **dict.fromkeys(("CholeskyGrad", "Qr", "Svd", "SelfAdjointEigV2", "Lu", "MatrixSolve"), _last(2)),
-    **dict.fromkeys(("MatrixTriangularSolve", "MatrixSolveLs", "BatchCholesky"), _last(2)),
-    **dict.fromkeys(("FFT", "IFFT", "RFFT", "IRFFT"), _last(1)),
-    **dict.fromkeys(("FFT2D", "IFFT2D", "RFFT2D", "IRFFT2D"), _last(2)),
-    **dict.fromkeys(("FFT3D", "IFFT3D", "RFFT3D", "IRFFT3D"), _last(3)),
+    **_each(_last(2), "Cholesky CholeskyGrad MatrixInverse MatrixDeterminant LogMatrixDeterminant Qr Svd Lu"),
+    **_each(_last(2), "SelfAdjointEigV2 MatrixSolve MatrixTriangularSolve MatrixSolveLs"),
+    **_each(_last(1), "FFT IFFT RFFT IRFFT"),
+    **_each(_last(2), "FFT2D IFFT2D RFFT2D IRFFT2D"),
+    **_each(_last(3), "FFT3D IFFT3D RFFT3D IRFFT3D"),
 }
-
-
 FATAL = {
     "LookupTableFindV2": "A lookup table (IntegerLookup, StringLookup, TextVectorization) in a step on a mesh would end the "
     "process inside TensorFlow. Look the ids up in the dataset, with dataset.map, not in the model."
@@ -156,3 +161,29 @@ def gather_inputs(kind: str, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
         return inputs
     dims = GATHERED[kind](inputs)
     return [gathered(value, dims[i]) if i in dims else value for i, value in enumerate(inputs)]
+
+
+def gather_results(function: Callable) -> Callable:
+    """The function that adds such an operation, its results gathered too: what uses them could otherwise make TensorFlow
+    ask the operation for a shard.
+    """
+
+    def gathered_results(*args, **kwargs):
+        results = function(*args, **kwargs)
+        return tf.nest.map_structure(_gather_result, results)
+
+    return gathered_results
+
+
+def _gather_result(value: Any) -> Any:
+    rule = GATHERED.get(value.op.type) if isinstance(value, tf.Tensor) else None
+    if rule is None or value.shape.rank is None or any(given.shape.rank is None for given in value.op.inputs):
+        return value
+    dims = rule(list(value.op.inputs)).get(RESULTS)
+    return value if dims is None else gathered(value, dims)
+
+
+def functions() -> list[str]:
+    """The Python functions that add the operations of `GATHERED`: "Conv2DBackpropInput" is conv2d_backprop_input."""
+    kinds = [kind for kind in GATHERED if "MatMul" not in kind]
+    return [re.sub(r"(?<=[a-z0-9DN])(?=[A-Z][a-z0-9]|V$)", "_", kind).lower() for kind in kinds]

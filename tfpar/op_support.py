@@ -79,7 +79,7 @@ def refused(error: tf.errors.OpError) -> str | None:
 def warn_replicated(graph: tf.Graph, operations: tuple[str, ...] = REPLICATED) -> None:
     """Warns, once per kind of operation, where a traced step has operations that run replicated."""
     wanted = set(operations) - _warned
-    for operation in operations(graph):
+    for operation in all_operations(graph):
         if operation.type in wanted and operation.type not in _warned:
             _warned.add(operation.type)
             warnings.warn(
@@ -89,7 +89,7 @@ def warn_replicated(graph: tf.Graph, operations: tuple[str, ...] = REPLICATED) -
             )
 
 
-def operations(graph: tf.Graph) -> Iterator[tf.Operation]:
+def all_operations(graph: tf.Graph) -> Iterator[tf.Operation]:
     """The operations of a graph and of the functions in it."""
     yield from graph.get_operations()
     for function in getattr(graph, "_functions", {}).values():
@@ -156,6 +156,8 @@ def _in_steps(wrapper: Callable[[Callable], Callable]) -> Callable[[Callable], C
 
 
 compat.before_operations(op_gathers.gather_inputs)
+for _operation in op_gathers.functions():
+    compat.route(_operation, _in_steps(op_gathers.gather_results))
 for _operation in REPLICATED:
     replicate(_operation)
 for _operation, _wrapper in WRONG.items():
