@@ -17,6 +17,10 @@ from typing import Any
 # optimizer's read of a slot before its write: momentum SGD, Adam and others train wrongly without an error.
 os.environ["DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION"] = "0"
 
+# An axis that moves from one dim of a tensor to another does so by an all-to-all by default, which on CPU puts shards in
+# wrong places where both dims follow the first and the tensor has four dims or more. Without it: a gather and a slice.
+os.environ["DTENSOR_USE_ALL_TO_ALL_RELAYOUT"] = "0"
+
 import keras
 import tensorflow as tf
 

@@ -30,10 +30,11 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from absl import app, flags
+from absl import flags
+from tensorflow.experimental import dtensor
 
 import tfpar
-from tfpar import op_cases, op_cases_nn, op_support, op_table, transfer
+from tfpar import op_cases, op_cases_nn, op_support, op_table, transfer, variables
 
 _AUDIT = flags.DEFINE_bool("audit", False, "run the operations of op_cases.py on all shardings")
 _ONLY = flags.DEFINE_string("only", ".*", "a regular expression for the names of the operations to run")
@@ -50,7 +51,7 @@ _RUNNING = "function_node"  # in the text of an error that a partitioned functio
 
 Spec = tuple[str | None, ...]
 Sharding = tuple[Spec, ...]
-Results = dict[str, list[tuple[Sharding, str, str]]]
+Results = dict[str, list[tuple[Sharding, tuple[str, ...], str, str]]]
 
 
 def specs(shape: tuple[int, ...]) -> list[Spec]:
@@ -80,7 +81,29 @@ def _first_axis(sharding: Sharding) -> str:
     return heads[0] if heads else next(axis for spec in sharding for axis in spec if axis)
 
 
-def values_and_gradients(function: Callable[..., Any]) -> Callable[..., list[tf.Tensor]]:
+def uses(name: str, number: int) -> list[tuple[str, ...]]:
+    """The ways in which what follows an operation splits its results: TensorFlow may let that choose the operation's own
+    split. No way, data first and model last, or the two swapped; in turn where there are many shardings.
+    """
+    if name in op_cases.ELEMENTWISE or name in op_cases.BINARY:
+        return [()] * number
+    ways = [(), ("data", "model"), ("model", "data")]
+    return [ways[(i + i // (number // 3)) % 3] if number % 9 == 0 else ways[i % 3] for i in range(number)]
+
+
+def _used(result: tf.Tensor, use: tuple[str, ...]) -> tf.Tensor:
+    """The result, split by what follows it."""
+    owner = variables.step_owner()
+    if not use or owner is None or not result.shape.rank or not result.shape.is_fully_defined():
+        return result
+    spec = [None] * result.shape.rank
+    for dim, axis in ((-1, use[1]), (0, use[0])):
+        if result.shape[dim] % AXES[axis] == 0:
+            spec[dim] = axis
+    return dtensor.relayout(result, owner.mesh.layout(spec))
+
+
+def values_and_gradients(function: Callable[..., Any], use: tuple[str, ...] = ()) -> Callable[..., list[tf.Tensor]]:
     """The results of a function, and the gradients of a weighted sum of them with regard to its floating inputs."""
 
     def compute(*inputs):
@@ -88,6 +111,7 @@ def values_and_gradients(function: Callable[..., Any]) -> Callable[..., list[tf.
         with tf.GradientTape() as tape:
             tape.watch(watched)
             results = [tf.convert_to_tensor(result) for result in tf.nest.flatten(function(*inputs))]
+            results = [_used(result, use) for result in results]
             total = tf.add_n([_weighted(result) for result in results if result.dtype.is_floating] or [0.0])
         gradients = tape.gradient(total, watched) if watched else []
         return results + [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
@@ -108,10 +132,12 @@ def one_device(name: str) -> list[np.ndarray]:
     return [np.asarray(result) for result in values_and_gradients(function)(*map(tf.constant, inputs))]
 
 
-def outcome(name: str, sharding: Sharding, strategy: tf.distribute.Strategy) -> tuple[str, str]:
+def outcome(
+    name: str, sharding: Sharding, use: tuple[str, ...], strategy: tf.distribute.Strategy
+) -> tuple[str, str]:
     """Runs one case on one sharding of its inputs: one of `op_table.OUTCOMES`, and what is to be said about it."""
     expected, (function, inputs) = one_device(name), CASES[name]
-    compute = values_and_gradients(function)
+    compute = values_and_gradients(function, use)
     layouts = [strategy.mesh.layout(spec) for spec in sharding]
     inputs = tuple(transfer.to_mesh(value, layout) for value, layout in zip(inputs, layouts))
     while True:
@@ -159,9 +185,9 @@ def serve() -> None:
         warnings.simplefilter("ignore")
         strategy = tfpar.HybridStrategy(AXES)
         for line in sys.stdin:
-            name, sharding = json.loads(line)
+            name, sharding, use = json.loads(line)
             try:
-                found = outcome(name, sharding, strategy)
+                found = outcome(name, sharding, use, strategy)
             except Exception as error:  # the case does not run on one device either
                 found = "no case", _shortened(error)
             print(json.dumps(found), file=answers, flush=True)
@@ -173,21 +199,21 @@ class Worker:
     def __init__(self):
         self._process, self._cases = None, 0
 
-    def run(self, name: str, sharding: Sharding) -> tuple[str, str]:
+    def run(self, *case: Any) -> tuple[str, str]:
         """One case's outcome, "died" where the process does not live to tell it."""
-        found = self._run(name, sharding)
+        found = self._run(*case)
         if found[0] == "refused" and _RUNNING in found[1]:  # what was broken off breaks off all that follows
             fresh, self._cases = self._cases == 1, CASES_PER_WORKER
-            return found if fresh else self.run(name, sharding)
+            return found if fresh else self.run(*case)
         return found
 
-    def _run(self, name: str, sharding: Sharding) -> tuple[str, str]:
+    def _run(self, *case: Any) -> tuple[str, str]:
         if self._process is None or self._cases >= CASES_PER_WORKER:
             self.stop()
             self._start()
         self._cases += 1
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps([name, sharding]) + "\n")
+            self._process.stdin.write(json.dumps(case) + "\n")
             self._process.stdin.flush()
         ready, _, _ = select.select([self._process.stdout], [], [], SECONDS_PER_CASE)
         answer = self._process.stdout.readline() if ready else ""
@@ -221,17 +247,18 @@ def audit(names: Iterable[str], see: Callable[..., None] = lambda *found: None) 
 
     Args:
         names: keys of `CASES`.
-        see: called with each name, sharding, outcome and what is said about it.
+        see: called with each name, sharding, use, outcome and what is said about it.
 
     Returns:
-        For each name a list of (sharding, outcome, what is said).
+        For each name a list of (sharding, use, outcome, what is said).
     """
     worker, results = Worker(), {}
     try:
         for name in names:
             results[name] = []
-            for sharding in shardings(CASES[name][1]):
-                found = (sharding, *worker.run(name, sharding))
+            tried = shardings(CASES[name][1])
+            for sharding, use in zip(tried * 3 if len(tried) <= 6 else tried, uses(name, 3 * len(tried))):
+                found = (sharding, use, *worker.run(name, sharding, use))
                 results[name].append(found)
                 see(name, *found)
     finally:
@@ -245,9 +272,9 @@ def main(arguments: list[str]) -> None:
     names = [name for name in CASES if re.fullmatch(_ONLY.value, name)]
     start = time.time()
 
-    def see(name, sharding, found, said):
+    def see(name, sharding, use, found, said):
         if found not in ("right", "replicated"):
-            print(f"{found:<8} {name}: {op_table.spelled(sharding)}: {said}", flush=True)
+            print(f"{found:<8} {name}: {op_table.spelled(sharding, use)}: {said}", flush=True)
 
     results = audit(names, see)
     if _JSON.value:

@@ -74,7 +74,10 @@ def _where(position: int, amount: int, none: int) -> Rule:
 
     def rule(inputs: list[tf.Tensor]) -> dict[int, Dims]:
         amounts = tf.get_static_value(inputs[amount])
-        dims = {dim for dim, entry in enumerate(amounts) if np.any(entry != none)}.__contains__ if amounts is not None else _all
+        if amounts is None:
+            return {position: _all, RESULTS: _all}
+        sizes = inputs[position].shape  # a dim of size 1 is whole, and what it is repeated to can be split
+        dims = {dim for dim, entry in enumerate(amounts) if np.any(entry != none) and sizes[dim] != 1}.__contains__
         return {position: dims, RESULTS: dims}
 
     return rule
