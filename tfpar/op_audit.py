@@ -103,8 +103,12 @@ def _used(result: tf.Tensor, use: tuple[str, ...]) -> tf.Tensor:
     return dtensor.relayout(result, owner.mesh.layout(spec))
 
 
-def values_and_gradients(function: Callable[..., Any], use: tuple[str, ...] = ()) -> Callable[..., list[tf.Tensor]]:
-    """The results of a function, and the gradients of a weighted sum of them with regard to its floating inputs."""
+def values_and_gradients(
+    function: Callable[..., Any], sharding: Sharding = (), use: tuple[str, ...] = ()
+) -> Callable[..., list[tf.Tensor]]:
+    """The results of a function, and the gradients of a weighted sum of them with regard to its floating inputs, split as
+    these are, which is what an optimizer does.
+    """
 
     def compute(*inputs):
         watched = [value for value in inputs if value.dtype.is_floating]
@@ -114,7 +118,10 @@ def values_and_gradients(function: Callable[..., Any], use: tuple[str, ...] = ()
             results = [_used(result, use) for result in results]
             total = tf.add_n([_weighted(result) for result in results if result.dtype.is_floating] or [0.0])
         gradients = tape.gradient(total, watched) if watched else []
-        return results + [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
+        layouts = [spec for value, spec in zip(inputs, sharding) if value.dtype.is_floating] or [None] * len(watched)
+        found = [(tf.convert_to_tensor(g), spec) for g, spec in zip(gradients, layouts) if g is not None]
+        owner = variables.step_owner()
+        return results + [g if owner is None else dtensor.relayout(g, owner.mesh.layout(spec)) for g, spec in found]
 
     return tf.function(compute, autograph=False)
 
@@ -137,7 +144,7 @@ def outcome(
 ) -> tuple[str, str]:
     """Runs one case on one sharding of its inputs: one of `op_table.OUTCOMES`, and what is to be said about it."""
     expected, (function, inputs) = one_device(name), CASES[name]
-    compute = values_and_gradients(function, use)
+    compute = values_and_gradients(function, sharding, use)
     layouts = [strategy.mesh.layout(spec) for spec in sharding]
     inputs = tuple(transfer.to_mesh(value, layout) for value, layout in zip(inputs, layouts))
     while True:

@@ -57,13 +57,20 @@ def _but_the_batch(dim: int) -> bool:
     return dim > 0
 
 
+def _around(chosen: set[int]) -> Dims:
+    """The chosen dims and all others but the batch: a relayout, which a dim of the middle that stays split would forbid."""
+    if not chosen:
+        return chosen.__contains__
+    return _all if 0 in chosen else _but_the_batch
+
+
 def _at(position: int, axis: int) -> Rule:
     """Input `position` is gathered along the dims that input `axis` names."""
 
     def rule(inputs: list[tf.Tensor]) -> dict[int, Dims]:
         named = tf.get_static_value(inputs[axis])
         rank = inputs[position].shape.rank
-        dims = _all if named is None else {int(dim) % rank for dim in np.ravel(named)}.__contains__
+        dims = _all if named is None else _around({int(dim) % rank for dim in np.ravel(named)})
         return {position: dims, RESULTS: dims}
 
     return rule
@@ -77,7 +84,7 @@ def _where(position: int, amount: int, none: int) -> Rule:
         if amounts is None:
             return {position: _all, RESULTS: _all}
         sizes = inputs[position].shape  # a dim of size 1 is whole, and what it is repeated to can be split
-        dims = {dim for dim, entry in enumerate(amounts) if np.any(entry != none) and sizes[dim] != 1}.__contains__
+        dims = _around({dim for dim, entry in enumerate(amounts) if np.any(entry != none) and sizes[dim] != 1})
         return {position: dims, RESULTS: dims}
 
     return rule

@@ -162,3 +162,16 @@ def repeat(repeat: Callable) -> Callable:
         return tf.gather(input, np.repeat(np.arange(input.shape[axis]), counts), axis=axis)
 
     return looked_up
+
+
+def pack(pack: Callable) -> Callable:
+    """`tf.stack`: where what follows splits the inputs another way, shards land in wrong places. Concatenation is right."""
+
+    def concatenated(values, axis=0, name=None):
+        values = [tf.convert_to_tensor(value) for value in values]
+        if any(not value.shape.rank for value in values):  # numbers, for a shape
+            return pack(values, axis=axis, name=name)
+        axis = axis % (values[0].shape.rank + 1)
+        return tf.concat([tf.expand_dims(value, axis) for value in values], axis)
+
+    return concatenated

@@ -123,6 +123,7 @@ WRONG = {
     "strided_slice": op_routes.strided_slice,
     "conv2d": op_routes.grouped_conv,
     "conv3d": op_routes.grouped_conv,
+    "pack": op_routes.pack,
     "repeat": op_routes.repeat,
     "matrix_exponential as expm": op_routes.fatal,
     "map_fn_v2 as map_fn": op_loops.map_fn,
