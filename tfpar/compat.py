@@ -7,6 +7,7 @@ developed against TensorFlow 2.21 and Keras 3.15; importing this file fails with
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import tempfile
 import threading
@@ -54,28 +55,26 @@ from tensorflow.python.eager import context as tf_context, record as tf_record, 
 
 # Where every operation of a function passes; see `before_operations`.
 from tensorflow.python.framework.func_graph import FuncGraph
-
-# Where every Python call and every gradient of an operation passes; see `route`.
-from tensorflow.python.ops import (
-    array_ops,
-    control_flow_switch_case,
-    functional_ops,
-    gen_array_ops,
-    gen_image_ops,
-    gen_linalg_ops,
-    gen_math_ops,
-    gen_nn_ops,
-    gen_spectral_ops,
-    map_fn,
-)
-from tensorflow.python.ops.linalg import linalg_impl
 from tensorflow.python.saved_model import save_context as tf_save_context
 from tensorflow.python.trackable.base import VARIABLE_VALUE_KEY, Trackable
 
-_OPERATIONS = (
-    *(gen_array_ops, gen_image_ops, gen_linalg_ops, gen_math_ops, gen_nn_ops, gen_spectral_ops),
-    *(array_ops, control_flow_switch_case, functional_ops, map_fn, linalg_impl),
-)
+# Where every Python call and every gradient of an operation passes; see `route`.
+_OPERATIONS = [
+    importlib.import_module(f"tensorflow.python.ops.{name}")
+    for name in [
+        "gen_array_ops",
+        "gen_image_ops",
+        "gen_linalg_ops",
+        "gen_math_ops",
+        "gen_nn_ops",
+        "gen_spectral_ops",
+        "array_ops",
+        "control_flow_switch_case",
+        "functional_ops",
+        "map_fn",
+        "linalg.linalg_impl",
+    ]
+]
 TensorFlowTrainer = next(c for c in keras.Model.__mro__ if c.__name__ == "TensorFlowTrainer")
 
 

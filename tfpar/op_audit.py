@@ -39,7 +39,7 @@ from tfpar import op_cases, op_cases_nn, op_support, op_table, transfer, variabl
 _AUDIT = flags.DEFINE_bool("audit", False, "run the operations of op_cases.py on all shardings")
 _ONLY = flags.DEFINE_string("only", ".*", "a regular expression for the names of the operations to run")
 _WRITE = flags.DEFINE_string("write", "", "the file to write the table to, such as docs/op_support.md")
-_JSON = flags.DEFINE_string("json", "", "a file for all outcomes")
+_JSON = flags.DEFINE_string("json", "", "a file to which all outcomes are added, one a line")
 
 AXES = {"data": 2, "model": 2}
 SHARDINGS_PER_CASE = 14
@@ -139,9 +139,7 @@ def one_device(name: str) -> list[np.ndarray]:
     return [np.asarray(result) for result in values_and_gradients(function)(*map(tf.constant, inputs))]
 
 
-def outcome(
-    name: str, sharding: Sharding, use: tuple[str, ...], strategy: tf.distribute.Strategy
-) -> tuple[str, str]:
+def outcome(name: str, sharding: Sharding, use: tuple[str, ...], strategy: tf.distribute.Strategy) -> tuple[str, str]:
     """Runs one case on one sharding of its inputs: one of `op_table.OUTCOMES`, and what is to be said about it."""
     expected, (function, inputs) = one_device(name), CASES[name]
     compute = values_and_gradients(function, sharding, use)
@@ -280,13 +278,13 @@ def main(arguments: list[str]) -> None:
     start = time.time()
 
     def see(name, sharding, use, found, said):
+        if _JSON.value:
+            with open(_JSON.value, "a") as file:
+                print(json.dumps([name, sharding, use, found, said]), file=file)
         if found not in ("right", "replicated"):
             print(f"{found:<8} {name}: {op_table.spelled(sharding, use)}: {said}", flush=True)
 
     results = audit(names, see)
-    if _JSON.value:
-        with open(_JSON.value, "w") as file:
-            json.dump(results, file)
     for found, number in op_table.counts(results).items():
         print(f"{found:<10} {number}")
     if _WRITE.value:

@@ -126,7 +126,7 @@ BINARY = {
 
 
 def _reductions(x: np.ndarray, dims: dict[str, Any]) -> dict[str, Case]:
-    names = "sum mean max min prod logsumexp variance std euclidean_norm".split()
+    names = ["sum", "mean", "max", "min", "prod", "logsumexp", "variance", "std", "euclidean_norm"]
     return {
         f"reduce_{name} of {label}": (lambda x, n=name, d=dim: getattr(tf.math, f"reduce_{n}")(x, d), (x,))
         for name in names

@@ -231,10 +231,20 @@ PROBABILITIES = np.exp(c.X) / np.exp(c.X).sum(1, keepdims=True)
 LOSSES = {
     **{
         name: _loss(name)
-        for name in (
-            "mean_squared_error mean_absolute_error mean_absolute_percentage_error mean_squared_logarithmic_error "
-            "cosine_similarity huber log_cosh hinge squared_hinge categorical_hinge kl_divergence poisson"
-        ).split()
+        for name in [
+            "mean_squared_error",
+            "mean_absolute_error",
+            "mean_absolute_percentage_error",
+            "mean_squared_logarithmic_error",
+            "cosine_similarity",
+            "huber",
+            "log_cosh",
+            "hinge",
+            "squared_hinge",
+            "categorical_hinge",
+            "kl_divergence",
+            "poisson",
+        ]
     },
     "binary_crossentropy": _loss("binary_crossentropy", c._ids(2, 8, 4).astype("float64"), np.abs(c.UNIT)),
     "binary_focal_crossentropy": _loss("binary_focal_crossentropy", c._ids(2, 8, 4).astype("float64"), np.abs(c.UNIT)),

@@ -6,7 +6,6 @@ Each wrapper takes the function and returns one with the same arguments; `op_sup
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -129,8 +128,6 @@ def matmul(matmul: Callable) -> Callable:
         return matmul(x, y, adj_x=adj_x, adj_y=adj_y, **kwargs)
 
     return one_split
-
-
 
 
 def grouped_conv(conv: Callable) -> Callable:

@@ -16,7 +16,6 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import tensorflow as tf
 
@@ -156,12 +155,24 @@ def _in_steps(wrapper: Callable[[Callable], Callable]) -> Callable[[Callable], C
     return wrap
 
 
-compat.before_operations(op_gathers.gather_inputs)
-for _operation in op_gathers.functions():
-    compat.route(_operation, _in_steps(op_gathers.gather_results))
-for _operation in REPLICATED:
-    replicate(_operation)
-for _operation, _wrapper in WRONG.items():
-    compat.route(_operation, _in_steps(_wrapper))
-for _operation, _wrapper in KERAS.items():
-    compat.route_keras(_operation, _in_steps(_wrapper))
+def main() -> None:
+    """`python -m tfpar.op_support --audit`"""
+    from absl import app
+
+    from tfpar import op_audit
+
+    app.run(op_audit.main)
+
+
+if __name__ == "__main__":
+    main()  # the operations are routed already: tfpar imports this file
+else:
+    compat.before_operations(op_gathers.gather_inputs)
+    for _operation in op_gathers.functions():
+        compat.route(_operation, _in_steps(op_gathers.gather_results))
+    for _operation in REPLICATED:
+        replicate(_operation)
+    for _operation, _wrapper in WRONG.items():
+        compat.route(_operation, _in_steps(_wrapper))
+    for _operation, _wrapper in KERAS.items():
+        compat.route_keras(_operation, _in_steps(_wrapper))
