@@ -64,7 +64,7 @@ OPERATIONS = {
     "max pooling": lambda x: tf.nn.max_pool2d(x[:, None, None], 2, 1, "SAME"),
     "average pooling": lambda x: tf.nn.avg_pool2d(x[:, None, None], 2, 1, "SAME"),
     "resize": lambda x: tf.cast(tf.image.resize(x[:, None, None], (2, 2)), x.dtype),
-    "inverse": lambda x: tf.linalg.inv(tf.reshape(x, (8, 2, 2)) + 3 * np.eye(2)),
+    "cholesky": lambda x: tf.linalg.cholesky(0.1 * tf.reshape(x, (8, 2, 2)) + 3 * np.eye(2)),
 }
 KERNEL, KERNEL4, MIX = RNG.randn(2, 2, 1, 3), RNG.randn(1, 1, 4, 4), RNG.randn(2, 4)
 LAYOUTS = {"batch": ("data", None), "columns": (None, "model"), "both": ("data", "model")}

@@ -59,22 +59,11 @@ from tensorflow.python.saved_model import save_context as tf_save_context
 from tensorflow.python.trackable.base import VARIABLE_VALUE_KEY, Trackable
 
 # Where every Python call and every gradient of an operation passes; see `route`.
-_OPERATIONS = [
-    importlib.import_module(f"tensorflow.python.ops.{name}")
-    for name in [
-        "gen_array_ops",
-        "gen_image_ops",
-        "gen_linalg_ops",
-        "gen_math_ops",
-        "gen_nn_ops",
-        "gen_spectral_ops",
-        "array_ops",
-        "control_flow_switch_case",
-        "functional_ops",
-        "map_fn",
-        "linalg.linalg_impl",
-    ]
-]
+_MODULES = """
+gen_array_ops gen_image_ops gen_linalg_ops gen_math_ops gen_nn_ops gen_spectral_ops array_ops bincount_ops
+control_flow_switch_case functional_ops map_fn linalg.linalg_impl
+"""
+_OPERATIONS = [importlib.import_module(f"tensorflow.python.ops.{name}") for name in _MODULES.split()]
 TensorFlowTrainer = next(c for c in keras.Model.__mro__ if c.__name__ == "TensorFlowTrainer")
 
 
@@ -256,7 +245,7 @@ def route(operation: str, wrapper: Callable[[Callable], Callable]) -> None:
     modules = _OPERATIONS[::-1] if public else _OPERATIONS
     original = next(getattr(module, operation) for module in modules if hasattr(module, operation))
     replacement = functools.wraps(original)(wrapper(original))
-    for module in (*_OPERATIONS, tf, tf.linalg, tf.nn, tf.signal):
+    for module in (*_OPERATIONS, tf, tf.linalg, tf.math, tf.nn, tf.signal):
         for name in (operation, public):
             if getattr(module, name, None) is original:
                 setattr(module, name, replacement)

@@ -3,11 +3,13 @@
     none     no expansion: TensorFlow gathers the inputs and runs the operation whole on every device, if an environment
              variable per operation says so. Right but without a speed-up; said once. An operation that is missing from
              the table is found when TensorFlow refuses it, and the step is tried again.
-    wrong    an expansion that gives other numbers without an error where a certain dim is split: that dim is gathered
-             before the operation is added to the graph, or its gradient made dense, or, where neither helps, the
-             operation is refused.
+    some     an expansion for some splits only: what else is split is gathered before, see `op_gathers.py`.
+    wrong    an expansion that gives other numbers without an error where a certain dim is split, or none that a table
+             mends: another function takes its place in a step (`op_routes.py`, `op_loops.py`, `op_ctc.py`), or, where
+             nothing helps, it is refused.
 
-Each entry of `WRONG` was seen to be wrong on TensorFlow 2.21 and has a test with the right value.
+The audit, `python -m tfpar.op_support --audit`, finds them; docs/op_support.md is what it found last. Each entry of
+`WRONG` and `KERAS` has a test with the right value.
 """
 
 from __future__ import annotations
@@ -51,8 +53,24 @@ REPLICATED = (
     "MirrorPadGrad",
     "Size",
     "MatrixDiagPartV3",
+    "MatrixDiagV3",
+    "MatrixSetDiagV3",
+    "MatrixBandPart",
+    "SpaceToDepth",
+    "DepthToSpace",
+    "SpaceToBatchND",
+    "BatchToSpaceND",
+    "DynamicStitch",
+    "TensorScatterSub",
+    "TensorScatterMax",
+    "TensorScatterMin",
+    "UnsortedSegmentMax",
+    "DenseBincount",
+    "Bucketize",
+    "ArgMin",
     # Element-wise and cumulative
     "Cumprod",
+    "CumulativeLogsumexp",
     "SoftsignGrad",
 )
 
