@@ -35,7 +35,6 @@ OPERATIONS = {
     "gather_nd": lambda x: tf.gather_nd(x, [[0], [5]]),
     "cumprod": lambda x: tf.math.cumprod(x, 1),
     "softsign": lambda x: tf.nn.softsign(x),
-    "moved axis": lambda x: moved(tf.reshape(x, (1, 8, 4, 1)) * tf.ones((1, 8, 4, 4), x.dtype)),
     "stack": lambda x: moved(tf.stack([x, x**2, x**3])[None]),
     "split of rows": lambda x: tf.concat(tf.split(x, 2), 1),
     "split of columns": lambda x: tf.split(x, [1, 3], 1)[1],
@@ -105,6 +104,17 @@ def test_value_and_gradient(name, layout):
     actual = in_a_step(compute, layout)
     assert [a.shape for a in actual] == [e.shape for e in expected]
     parity.assert_close(expected, actual, 1e-6 if name in ("ctc", "resize") else 1e-12)
+
+
+@pytest.mark.parametrize("rank", [3, 4, 5])
+def test_an_axis_moves_from_one_dim_to_another(rank):
+    strategy = parity.strategy_for("data=2,model=2", tfpar.LayoutMap())
+    value = RNG.randn(*[2, 4, 6, 4, 2][:rank])
+    for before, after in itertools.permutations(range(rank), 2):
+        layouts = [strategy.mesh.layout([None] * dim + ["data"] + [None] * (rank - dim - 1)) for dim in (before, after)]
+        move = tf.function(lambda x, layout=layouts[1]: dtensor.relayout(x * 1.0, layout))
+        result = strategy.run(move, args=(transfer.to_mesh(value, layouts[0]),))
+        np.testing.assert_array_equal(strategy.gather(result, 0), value)
 
 
 PRODUCTS = {  # where one input splits a summed dim and the other another dim of both, TensorFlow pairs the wrong shards
@@ -214,7 +224,7 @@ class Calls(keras.Layer):
         return self.function(x)
 
 
-IMAGES = RNG.randn(16, 6, 6, 4)
+IMAGES, IDS = RNG.randn(16, 6, 6, 4), RNG.randint(0, 6, (16, 3)).astype("int32")
 LAYERS = {
     "grouped convolution": (lambda: [layers.Conv2D(4, 3, groups=2), layers.Flatten()], IMAGES, {}),
     "convolutions over time": (lambda: [layers.TimeDistributed(layers.Conv1D(3, 3)), layers.Flatten()], IMAGES, {}),
@@ -224,6 +234,8 @@ LAYERS = {
         IMAGES[:, 0],
         {},
     ),
+    "multi-hot categories": (lambda: [layers.CategoryEncoding(6, output_mode="multi_hot")], IDS, {}),
+    "counted categories": (lambda: [layers.CategoryEncoding(6, output_mode="count")], IDS, {}),
     "split LSTM": (
         lambda: [layers.LSTM(4)],
         IMAGES[:, 0],
@@ -243,7 +255,9 @@ def test_layers_on_such_operations(name, float64):
     y = RNG.randn(16, 1)
 
     def build():
-        return parity.compiled(keras.Sequential([keras.Input(x.shape[1:]), *parts(), layers.Dense(1, name="out")]))
+        return parity.compiled(
+            keras.Sequential([keras.Input(x.shape[1:], dtype=x.dtype.name), *parts(), layers.Dense(1, name="out")])
+        )
 
     parity.assert_parity(build, lambda m: m.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False), layouts=rules)
 

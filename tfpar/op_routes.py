@@ -172,3 +172,22 @@ def pack(pack: Callable) -> Callable:
         return tf.concat([tf.expand_dims(value, axis) for value in values], axis)
 
     return concatenated
+
+
+def bincount(bincount: Callable) -> Callable:
+    """`tf.math.bincount` with a fixed number of bins, whose result has no known size in TensorFlow. `CategoryEncoding`
+    calls it.
+    """
+
+    def counted(
+        arr, weights=None, minlength=None, maxlength=None, dtype=tf.int32, name=None, axis=None, binary_output=False
+    ):
+        if not isinstance(minlength, int) or minlength != maxlength:
+            return bincount(arr, weights, minlength, maxlength, dtype, name, axis, binary_output)
+        arr = tf.convert_to_tensor(arr)
+        hot = tf.one_hot(arr, minlength, dtype=dtype if weights is None else tf.convert_to_tensor(weights).dtype)
+        hot = hot if weights is None or binary_output else hot * tf.expand_dims(weights, -1)
+        dims = [-2] if axis == -1 else list(range(arr.shape.rank))
+        return tf.reduce_max(hot, dims) if binary_output else tf.reduce_sum(hot, dims)
+
+    return counted
