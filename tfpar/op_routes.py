@@ -184,7 +184,7 @@ def bincount(bincount: Callable) -> Callable:
     ):
         if not isinstance(minlength, int) or minlength != maxlength:
             return bincount(arr, weights, minlength, maxlength, dtype, name, axis, binary_output)
-        arr = tf.convert_to_tensor(arr)
+        arr = tf.cast(arr, tf.int32)
         hot = tf.one_hot(arr, minlength, dtype=dtype if weights is None else tf.convert_to_tensor(weights).dtype)
         hot = hot if weights is None or binary_output else hot * tf.expand_dims(weights, -1)
         dims = [-2] if axis == -1 else list(range(arr.shape.rank))
