@@ -138,8 +138,6 @@ GATHERED: dict[str, Rule] = {
     **_each(_images(1), "AvgPoolGrad AvgPool3DGrad"),
     **_each(_images(0, 1, 2), "MaxPoolGrad MaxPool3DGrad LRNGrad"),
     **_each(_images(0), "ResizeNearestNeighbor ResizeNearestNeighborGrad ResizeBilinear ResizeBilinearGrad"),
-    "FusedBatchNormV3": _whole(0, 1, 2, 3, 4),
-    "FusedBatchNormGradV3": _whole(0, 1, 2, 3, 4, 5),
     **_each(_twice_the_same, "MatMul BatchMatMulV2"),
     "Split": _at(1, axis=0),
     "SplitV": _at(0, axis=2),
@@ -153,7 +151,9 @@ GATHERED: dict[str, Rule] = {
 }
 FATAL = {
     "LookupTableFindV2": "A lookup table (IntegerLookup, StringLookup, TextVectorization) in a step on a mesh would end the "
-    "process inside TensorFlow. Look the ids up in the dataset, with dataset.map, not in the model."
+    "process inside TensorFlow. Look the ids up in the dataset, with dataset.map, not in the model.",
+    "FusedBatchNormV3": "fused_batch_norm in a step on a mesh would end the process inside TensorFlow. Use "
+    "keras.layers.BatchNormalization, which does not use it.",
 }
 
 
