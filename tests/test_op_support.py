@@ -12,7 +12,7 @@ from keras import layers
 from tensorflow.experimental import dtensor
 
 import tfpar
-from tfpar import input as input_lib, op_support, transfer
+from tfpar import input as input_lib, op_gathers, op_support, transfer, variables
 
 RNG = np.random.RandomState(0)
 X, LABELS = RNG.randn(8, 4), np.arange(8, dtype="int32") % 4
@@ -35,8 +35,51 @@ OPERATIONS = {
     "gather_nd": lambda x: tf.gather_nd(x, [[0], [5]]),
     "cumprod": lambda x: tf.math.cumprod(x, 1),
     "softsign": lambda x: tf.nn.softsign(x),
+    "stack": lambda x: moved(tf.stack([x, x**2, x**3])[None]),
+    "concatenation": lambda x: split_last(tf.concat([x, x**2], -1)),
+    "split of rows": lambda x: tf.concat(tf.split(x, 2), 1),
+    "split of columns": lambda x: tf.split(x, [1, 3], 1)[1],
+    "padded rows": lambda x: tf.pad(x, [[1, 1], [0, 0]]),
+    "padded columns": lambda x: tf.pad(x, [[0, 0], [1, 2]], constant_values=2.0),
+    "reflected": lambda x: tf.pad(x, [[1, 1], [1, 1]], "REFLECT"),
+    "tiled": lambda x: tf.tile(x, [2, 3]),
+    "rolled": lambda x: tf.roll(x, [1, 2], [0, 1]),
+    "repeated": lambda x: tf.repeat(tf.repeat(x, 2, 0), [1, 2, 0, 3], 1),
+    "product with itself": lambda x: tf.matmul(x, x, transpose_b=True),
+    "map_fn": lambda x: tf.map_fn(lambda row: tf.reduce_sum(row**2), x),
+    "keras map": lambda x: keras.ops.map(lambda row: row**2, x),
+    "foldl": lambda x: tf.foldl(lambda total, row: total * row, x),
+    "foldr": lambda x: tf.foldr(lambda total, row: total - row**2, x, x[0]),
+    "scan": lambda x: tf.scan(lambda total, row: total + row**2, x, reverse=True),
+    "keras scan": lambda x: keras.ops.scan(lambda total, row: (total + row, total * row), x[0], x)[1],
+    "keras associative_scan": lambda x: tf.reshape(keras.ops.associative_scan(tf.add, x), (8, 4)),
+    "switch_case": lambda x: tf.switch_case(tf.cast(tf.reduce_sum(x) > 0, "int32"), [lambda: x * 2, lambda: x]),
+    "ctc": lambda x: keras.ops.ctc_loss(
+        LABELS.reshape(4, 2) % 2 + 1, tf.reshape(x, (4, 4, 2)) @ MIX, [2, 1, 2, 2], [4, 3, 4, 4]
+    ),
+    "convolution": lambda x: tf.nn.conv2d(tf.reshape(x, (8, 2, 2, 1)), KERNEL, 1, "SAME"),
+    "convolution of columns": lambda x: tf.nn.conv2d(x[:, None, None], KERNEL4, 1, "SAME"),
+    "grouped convolution": lambda x: keras.ops.conv(x[:, None, None], KERNEL4[:, :, :2], 1, "same"),
+    "convolution in 3 dims": lambda x: tf.nn.conv3d(tf.reshape(x, (8, 1, 2, 2, 1)), KERNEL[None], [1] * 5, "SAME"),
+    "max pooling": lambda x: tf.nn.max_pool2d(x[:, None, None], 2, 1, "SAME"),
+    "average pooling": lambda x: tf.nn.avg_pool2d(x[:, None, None], 2, 1, "SAME"),
+    "resize": lambda x: tf.cast(tf.image.resize(x[:, None, None], (2, 2)), x.dtype),
+    "cholesky": lambda x: tf.linalg.cholesky(0.1 * tf.reshape(x, (8, 2, 2)) + 3 * np.eye(2)),
 }
+KERNEL, KERNEL4, MIX = RNG.randn(2, 2, 1, 3), RNG.randn(1, 1, 4, 4), RNG.randn(2, 4)
 LAYOUTS = {"batch": ("data", None), "columns": (None, "model"), "both": ("data", "model")}
+
+
+def moved(x):
+    """The tensor, in a step with data in its last dim, wherever data was; for TensorFlow that is another kind of move."""
+    owner = variables.step_owner()
+    return x if owner is None else dtensor.relayout(x, owner.mesh.layout([None] * (x.shape.rank - 1) + ["data"]))
+
+
+def split_last(x):
+    """The tensor, in a step with model in its last dim."""
+    owner = variables.step_owner()
+    return x if owner is None else dtensor.relayout(x, owner.mesh.layout([None] * (x.shape.rank - 1) + ["model"]))
 
 
 def in_a_step(function, layout):
@@ -67,7 +110,18 @@ def test_value_and_gradient(name, layout):
     expected = [result.numpy() for result in tf.function(compute)(tf.constant(X))]
     actual = in_a_step(compute, layout)
     assert [a.shape for a in actual] == [e.shape for e in expected]
-    parity.assert_close(expected, actual, 1e-12)
+    parity.assert_close(expected, actual, 1e-6 if name in ("ctc", "resize") else 1e-12)
+
+
+@pytest.mark.parametrize("rank", [3, 4, 5])
+def test_an_axis_moves_from_one_dim_to_another(rank):
+    strategy = parity.strategy_for("data=2,model=2", tfpar.LayoutMap())
+    value = RNG.randn(*[2, 4, 6, 4, 2][:rank])
+    for before, after in itertools.permutations(range(rank), 2):
+        layouts = [strategy.mesh.layout([None] * dim + ["data"] + [None] * (rank - dim - 1)) for dim in (before, after)]
+        move = tf.function(lambda x, layout=layouts[1]: dtensor.relayout(x * 1.0, layout))
+        result = strategy.run(move, args=(transfer.to_mesh(value, layouts[0]),))
+        np.testing.assert_array_equal(strategy.gather(result, 0), value)
 
 
 PRODUCTS = {  # where one input splits a summed dim and the other another dim of both, TensorFlow pairs the wrong shards
@@ -105,7 +159,7 @@ def test_chosen_dims_are_whole_and_others_stay_split(chosen):
     value = RNG.randn(4, 4, 4, 4)
     for spec in itertools.permutations(["data", "model", None, None]):
         x = transfer.to_mesh(value, strategy.mesh.layout(spec))
-        result = strategy.run(tf.function(lambda x: op_support.gathered(x, chosen.__contains__) * 1.0), args=(x,))
+        result = strategy.run(tf.function(lambda x: op_gathers.gathered(x, chosen.__contains__) * 1.0), args=(x,))
         found = dtensor.fetch_layout(result).sharding_specs
         for dim, axis in enumerate(spec):
             kept = axis and dim not in chosen
@@ -152,6 +206,67 @@ def test_an_operation_missing_from_the_table_is_found_and_named_once(monkeypatch
         parity.assert_parity(build, lambda m: m.fit(x, y, batch_size=8, epochs=2, verbose=0))
     messages = [str(w.message) for w in caught if "cannot partition" in str(w.message)]
     assert len(messages) == 1 and "ReverseV2" in messages[0] and "back" in messages[0]
+
+
+@pytest.mark.parametrize(
+    "operation, sentence",
+    [
+        (lambda x: tf.linalg.expm(x[:4]), "matrix_exponential in a step on a mesh would end the process"),
+        (lambda x: layers.IntegerLookup(vocabulary=[1, 2])(tf.cast(x, "int64")), "Look the ids up in the dataset"),
+    ],
+)
+def test_what_would_end_the_process_is_refused(operation, sentence):
+    with pytest.raises(NotImplementedError, match=sentence):
+        in_a_step(operation, "batch")
+
+
+class Calls(keras.Layer):
+    """A function as a layer."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+
+IMAGES, IDS = RNG.randn(16, 6, 6, 4), RNG.randint(0, 6, (16, 3)).astype("int32")
+LAYERS = {
+    "grouped convolution": (lambda: [layers.Conv2D(4, 3, groups=2), layers.Flatten()], IMAGES, {}),
+    "convolutions over time": (lambda: [layers.TimeDistributed(layers.Conv1D(3, 3)), layers.Flatten()], IMAGES, {}),
+    "recurrences over time": (lambda: [layers.TimeDistributed(layers.LSTM(3)), layers.Flatten()], IMAGES[:, :2], {}),
+    "fused projections": (
+        lambda: [layers.Dense(24, name="up"), Calls(lambda x: sum(keras.ops.split(x, 3, -1))), layers.Flatten()],
+        IMAGES[:, 0],
+        {},
+    ),
+    "multi-hot categories": (lambda: [layers.CategoryEncoding(6, output_mode="multi_hot")], IDS, {}),
+    "counted categories": (lambda: [layers.CategoryEncoding(6, output_mode="count")], IDS, {}),
+    "split LSTM": (
+        lambda: [layers.LSTM(4)],
+        IMAGES[:, 0],
+        {r".*lstm.*/kernel": (None, "model"), r".*recurrent_kernel": (None, "model"), r".*lstm_cell/bias": ("model",)},
+    ),
+    "split convolutions": (
+        lambda: [layers.Conv2D(8, 3, name="one"), layers.Conv2D(4, 3, name="two"), layers.Flatten()],
+        IMAGES,
+        {r".*one/kernel": (None,) * 3 + ("model",), r".*one/bias": ("model",), r".*two/kernel": (None, None, "model", None)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_on_such_operations(name, float64):
+    parts, x, rules = LAYERS[name]
+    y = RNG.randn(16, 1)
+
+    def build():
+        return parity.compiled(
+            keras.Sequential([keras.Input(x.shape[1:], dtype=x.dtype.name), *parts(), layers.Dense(1, name="out")])
+        )
+
+    parity.assert_parity(build, lambda m: m.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False), layouts=rules)
 
 
 def test_nothing_changes_outside_a_step():

@@ -7,6 +7,7 @@ developed against TensorFlow 2.21 and Keras 3.15; importing this file fails with
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import tempfile
 import threading
@@ -52,11 +53,20 @@ from tensorflow.dtensor.python import api as dtensor_api
 # TensorFlow's own flag: a SavedModel is being written, so variables must be captured by their handles.
 from tensorflow.python.eager import context as tf_context, record as tf_record, tape as tf_tape
 
-# Where every Python call and every gradient of an operation passes; see `route`.
-from tensorflow.python.ops import array_ops, gen_array_ops, gen_linalg_ops, gen_math_ops, gen_nn_ops
-from tensorflow.python.saved_model import save_context as tf_save_context
-from tensorflow.python.trackable.base import VARIABLE_VALUE_KEY, Trackable
+# What reads the text of an error; see `shorten_errors`.
+from tensorflow.python.framework import error_interpolation
 
+# Where every operation of a function passes; see `before_operations`.
+from tensorflow.python.framework.func_graph import FuncGraph
+from tensorflow.python.saved_model import save_context as tf_save_context
+from tensorflow.python.trackable.base import VARIABLE_VALUE_KEY as VARIABLE_VALUE_KEY, Trackable as Trackable
+
+# Where every Python call and every gradient of an operation passes; see `route`.
+_MODULES = """
+gen_array_ops gen_image_ops gen_linalg_ops gen_math_ops gen_nn_ops gen_spectral_ops array_ops bincount_ops
+control_flow_switch_case functional_ops map_fn linalg.linalg_impl
+"""
+_OPERATIONS = [importlib.import_module(f"tensorflow.python.ops.{name}") for name in _MODULES.split()]
 TensorFlowTrainer = next(c for c in keras.Model.__mro__ if c.__name__ == "TensorFlowTrainer")
 
 
@@ -117,6 +127,23 @@ def watch(variable: tf.Variable) -> None:
 
 
 _making = threading.local()
+
+
+PROGRAM_DUMP = 'note: see current operation: \n"builtin.module"'  # what DTensor prints of a program before its text
+
+
+def shorten_errors() -> None:
+    """Leaves the dump of the whole program out of the text of an error of partitioning.
+
+    TensorFlow searches the text with an expression that takes minutes on such a dump.
+    """
+    original = error_interpolation.parse_message
+
+    @functools.wraps(original)
+    def parse_message(message: str):
+        return original(message.partition(PROGRAM_DUMP)[0])
+
+    error_interpolation.parse_message = parse_message
 
 
 def follow_variable_creation() -> None:
@@ -245,15 +272,43 @@ def route(operation: str, wrapper: Callable[[Callable], Callable]) -> None:
     DTensor partitions some operations wrongly without an error; their inputs must change before they are added.
 
     Args:
-        operation: the function's name in one of the modules below, such as "scatter_nd".
+        operation: the function's name in one of TensorFlow's modules, such as "scatter_nd", or that and its public
+            name, such as "scan_v2 as scan".
         wrapper: takes the original function, returns the replacement.
     """
-    modules = (gen_array_ops, gen_linalg_ops, gen_math_ops, gen_nn_ops, array_ops)
+    operation, _, public = operation.partition(" as ")
+    modules = _OPERATIONS[::-1] if public else _OPERATIONS
     original = next(getattr(module, operation) for module in modules if hasattr(module, operation))
     replacement = functools.wraps(original)(wrapper(original))
-    for module in (*modules, tf):
-        if getattr(module, operation, None) is original:
-            setattr(module, operation, replacement)
+    for module in (*_OPERATIONS, tf, tf.linalg, tf.math, tf.nn, tf.signal):
+        for name in (operation, public):
+            if getattr(module, name, None) is original:
+                setattr(module, name, replacement)
+
+
+def route_keras(operation: str, wrapper: Callable[[Callable], Callable]) -> None:
+    """As `route`, for a function of Keras' TensorFlow backend, such as "core.scan"."""
+    name, _, operation = operation.partition(".")
+    module = getattr(keras_backend, name)
+    original = getattr(module, operation)
+    setattr(module, operation, functools.wraps(original)(wrapper(original)))
+
+
+def before_operations(change: Callable[[str, list[Any]], list[Any]]) -> None:
+    """Lets the inputs of an operation change before it is added to a function's graph, by whoever adds it.
+
+    The gradient functions of TensorFlow add operations that no Python function of `route` stands for.
+
+    Args:
+        change: takes the operation's type ("Conv2D") and its inputs, returns the inputs to use.
+    """
+    original = FuncGraph._create_op_internal
+
+    @functools.wraps(original)
+    def create(self, op_type, inputs, *args, **kwargs):
+        return original(self, op_type, change(op_type, inputs), *args, **kwargs)
+
+    FuncGraph._create_op_internal = create
 
 
 def unroll_recurrence(in_step: Callable[[], bool]) -> None:
@@ -347,30 +402,3 @@ def keep_losses_global(is_global: Callable[[tf.distribute.Strategy], bool]) -> N
             return value if is_global(tf.distribute.get_strategy()) else original(value)
 
         setattr(keras_loss, name, functools.wraps(original)(scale))
-
-
-__all__ = [
-    "Trackable",
-    "VARIABLE_VALUE_KEY",
-    "accept_mesh_datasets",
-    "follow_variable_creation",
-    "dataset_of",
-    "in_saved_model_export",
-    "install_trainer",
-    "keep_losses_global",
-    "maker_of",
-    "native",
-    "program",
-    "program_names",
-    "number_collectives_apart",
-    "record_read",
-    "route",
-    "save_once",
-    "start_dtensor",
-    "strategy_of",
-    "symbolic_build",
-    "tensorflow_has_started",
-    "unroll_recurrence",
-    "variable_in_the_making",
-    "watch",
-]

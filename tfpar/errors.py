@@ -92,20 +92,21 @@ def explained(model: keras.Model, strategy: Any) -> Iterator[None]:
 
 
 def _explanation(error: tf.errors.OpError, model: keras.Model, strategy: Any) -> str:
-    operation = _OPERATION.search(error.message)
+    text = error.message.partition(compat.PROGRAM_DUMP)[0]
+    operation = _OPERATION.search(text)
     if not operation and not _PARTITIONING.search(error.message):
         if isinstance(error, tf.errors.UnavailableError) or _COLLECTIVE.search(error.message):
             return (
                 f"A step of the model {model.name!r} under {strategy!r} was broken off: devices took part in different "
                 "collectives, because a process failed or processes had other batches or models. Look for the "
                 "first error of all processes, and give each the same number of batches and shapes. TensorFlow's own "
-                f"words:\n\n{error.message}"
+                f"words:\n\n{text}"
             )
-        return f"A step of the model {model.name!r} under {strategy!r} failed: {error.message}"
+        return f"A step of the model {model.name!r} under {strategy!r} failed: {text}"
     named = f" at the operation {operation[1]}" if operation else ""
     return (
         f"TensorFlow could not run a step of the model {model.name!r} on the mesh {strategy.mesh}{named}: some dim of its "
         "inputs is split in a way that it cannot compute on. Replicate the variables of the layer that uses it (remove "
         "their layout rules), or make the layer's batch dim the only one that is split. TensorFlow's own words:\n\n"
-        f"{error.message}"
+        f"{text}"
     )

@@ -268,6 +268,7 @@ def _is_global(strategy: Any) -> bool:
 compat.follow_variable_creation()
 compat.keep_losses_global(_is_global)
 compat.number_collectives_apart()
+compat.shorten_errors()
 compat.accept_mesh_datasets()
 compat.unroll_recurrence(lambda: variables.step_owner() is not None)
 compat.save_once(

@@ -3,11 +3,13 @@
     none     no expansion: TensorFlow gathers the inputs and runs the operation whole on every device, if an environment
              variable per operation says so. Right but without a speed-up; said once. An operation that is missing from
              the table is found when TensorFlow refuses it, and the step is tried again.
-    wrong    an expansion that gives other numbers without an error where a certain dim is split: that dim is gathered
-             before the operation is added to the graph, or its gradient made dense, or, where neither helps, the
-             operation is refused.
+    some     an expansion for some splits only: what else is split is gathered before, see `op_gathers.py`.
+    wrong    an expansion that gives other numbers without an error where a certain dim is split, or none that a table
+             mends: another function takes its place in a step (`op_routes.py`, `op_loops.py`, `op_ctc.py`), or, where
+             nothing helps, it is refused.
 
-Each entry of `WRONG` was seen to be wrong on TensorFlow 2.21 and has a test with the right value.
+The audit, `python -m tfpar.op_support --audit`, finds them; docs/op_support.md is what it found last. Each entry of
+`WRONG` and `KERAS` has a test with the right value.
 """
 
 from __future__ import annotations
@@ -16,15 +18,11 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
 
-import numpy as np
 import tensorflow as tf
-from tensorflow.experimental import dtensor
 
-from tfpar import compat, slices, variables, vocabulary
+from tfpar import compat, op_ctc, op_gathers, op_loops, op_routes, variables
 
-_MATCH = "match"  # in a relayout: leave this dim as it is
 _VARIABLE = "DTENSOR_ENABLE_REPLICATED_SPMD_AS_DEFAULT_TF."
 _REFUSED = re.compile(r"'tf\.(\w+)' op does not implement layout propagation")
 
@@ -50,10 +48,32 @@ REPLICATED = (
     "LRNGrad",
     # Order and structure
     "ReverseV2",
+    "Roll",
+    "MirrorPad",
+    "MirrorPadGrad",
     "Size",
     "MatrixDiagPartV3",
+    "MatrixDiagV3",
+    "MatrixSetDiagV3",
+    "MatrixBandPart",
+    "MatrixInverse",
+    "MatrixSolve",
+    "MatrixTriangularSolve",
+    "SpaceToDepth",
+    "DepthToSpace",
+    "SpaceToBatchND",
+    "BatchToSpaceND",
+    "DynamicStitch",
+    "TensorScatterSub",
+    "TensorScatterMax",
+    "TensorScatterMin",
+    "UnsortedSegmentMax",
+    "DenseBincount",
+    "Bucketize",
+    "ArgMin",
     # Element-wise and cumulative
     "Cumprod",
+    "CumulativeLogsumexp",
     "SoftsignGrad",
 )
 
@@ -79,7 +99,7 @@ def refused(error: tf.errors.OpError) -> str | None:
 def warn_replicated(graph: tf.Graph, operations: tuple[str, ...] = REPLICATED) -> None:
     """Warns, once per kind of operation, where a traced step has operations that run replicated."""
     wanted = set(operations) - _warned
-    for operation in _operations(graph):
+    for operation in all_operations(graph):
         if operation.type in wanted and operation.type not in _warned:
             _warned.add(operation.type)
             warnings.warn(
@@ -89,7 +109,8 @@ def warn_replicated(graph: tf.Graph, operations: tuple[str, ...] = REPLICATED) -
             )
 
 
-def _operations(graph: tf.Graph) -> Iterator[tf.Operation]:
+def all_operations(graph: tf.Graph) -> Iterator[tf.Operation]:
+    """The operations of a graph and of the functions in it."""
     yield from graph.get_operations()
     for function in getattr(graph, "_functions", {}).values():
         inner = getattr(function, "graph", None)
@@ -103,181 +124,37 @@ def _layer(name: str) -> str:
     return "/".join(parts) or name
 
 
-def gathered(value: Any, dims: Callable[[int], bool] = lambda dim: True) -> tf.Tensor:
-    """The tensor with the chosen dims whole on every device.
-
-    A relayout can leave at most one dim as it is. To leave more, each chosen dim is merged into the one before it and
-    taken apart again: of merged dims DTensor keeps only the split of the first. This moves and costs nothing where the
-    dim is whole already.
-    """
-    value = tf.convert_to_tensor(value)
-    rank = value.shape.rank
-    chosen = [dims(dim) for dim in range(rank)]
-    if not any(chosen):
-        return value
-    if rank - sum(chosen) <= 1 or not value.shape.is_fully_defined():
-        merge = not value.shape.is_fully_defined()
-        spec = [dtensor.UNSHARDED if merge or chosen[dim] else _MATCH for dim in range(rank)]
-        return dtensor.relayout(value, variables.step_owner().mesh.layout(spec))
-    order = sorted(range(rank), key=lambda dim: chosen[dim]) if chosen[0] else list(range(rank))
-    value, chosen = tf.transpose(value, order) if chosen[0] else value, [chosen[dim] for dim in order]
-    merged: list[int] = []
-    for size, join in zip(value.shape, chosen):
-        merged[len(merged) - join :] = [merged[-1] * size] if join else [size]
-    value = tf.reshape(tf.identity(tf.reshape(value, merged)), value.shape)
-    return value if order == sorted(order) else tf.transpose(value, np.argsort(order))
-
-
-def _whole(operation: Callable) -> Callable:
-    """Positions in the whole of one input meet a shard of another. The result is whole too: what uses it could otherwise
-    make TensorFlow compute a shard of it only.
-    """
-
-    def whole(*args, name=None, **kwargs):
-        return gathered(operation(*(gathered(arg) for arg in args), name=name, **kwargs))
-
-    return whole
-
-
-def _refused(operation: Callable) -> Callable:
-    """Each device would find the positions in its own shard."""
-
-    def refuse(*args, **kwargs):
-        raise NotImplementedError(
-            f"{operation.__name__} gives a tensor whose size depends on values, which a step on a mesh cannot split. Keep "
-            "the size: use tf.where(condition, x, y), or multiply by the mask."
-        )
-
-    return refuse
-
-
-def _scatter_nd(scatter: Callable) -> Callable:
-    """As `_whole`; 64-bit indices fail. It is also the gradient of `gather_nd`, `top_k` and `sort`."""
-
-    def whole(indices, updates, shape, **kwargs):
-        indices, shape = tf.cast(gathered(indices), tf.int32), tf.cast(shape, tf.int32)
-        return gathered(scatter(indices, gathered(updates), shape, **kwargs))
-
-    return whole
-
-
-def _may_be_split(value: tf.Tensor) -> bool:
-    """Whether a step's layouts can split the last dim of a value."""
-    mesh = variables.step_owner().mesh
-    return mesh.size > mesh.data_size and value.shape.is_fully_defined() and value.shape.rank > 1
-
-
-def _argmax(argmax: Callable) -> Callable:
-    """Logits that are split over the classes would be gathered for a metric."""
-
-    def split(input, dimension, output_type=tf.int64, **kwargs):
-        values = tf.convert_to_tensor(input)
-        if _may_be_split(values) and tf.get_static_value(dimension) in (-1, values.shape.rank - 1):
-            return vocabulary.first_largest(values, output_type)
-        return argmax(input, dimension, output_type, **kwargs)
-
-    return split
-
-
-def _sparse_cross_entropy(cross_entropy: Callable) -> Callable:
-    """A label is looked up among a shard's classes: the loss is NaN where logits are split over the classes."""
-
-    def split(features, labels, **kwargs):
-        features = tf.convert_to_tensor(features)
-        if _may_be_split(features):
-            return vocabulary.sparse_cross_entropy(features, labels), None
-        return cross_entropy(features, labels, **kwargs)
-
-    return split
-
-
-def _strided_slice(strided_slice: Callable) -> Callable:
-    """A negative step reverses each shard on its own; a new axis (`x[:, None]`) on a split tensor ends the process."""
-
-    def whole(input, begin, end, strides, *, new_axis_mask=0, **kwargs):
-        if new_axis_mask:
-            parts = slices.without_new_axes(
-                tf.convert_to_tensor(input).shape.rank, begin, end, strides, new_axis_mask, **kwargs
-            )
-            result = whole(input, *parts.bounds, **parts.masks) if parts.slices else tf.convert_to_tensor(input)
-            for dim in parts.new_dims:
-                result = tf.expand_dims(result, dim)
-            return result
-        steps = tf.get_static_value(tf.convert_to_tensor(strides))
-        if steps is not None and (steps < 0).any():
-            return gathered(strided_slice(gathered(input), begin, end, strides, **kwargs))
-        return strided_slice(input, begin, end, strides, **kwargs)
-
-    return whole
-
-
-def _lookup(gather: Callable) -> Callable:
-    """The gradient of looked-up rows is dense, before anything (clipping, loss scale) sees it. Rows that are split would be
-    gathered, the whole table on each device.
-    """
-
-    def dense(params, indices, axis, batch_dims=0, **kwargs):
-        params = tf.convert_to_tensor(params)
-        parts = variables.parts_of_rows(params)
-        if parts > 1 and batch_dims == 0 and tf.get_static_value(axis) == 0 and indices.shape.is_fully_defined():
-            return vocabulary.lookup(params, indices, parts)
-        params = variables.dense_gradient(params) if params.dtype.is_floating else params
-        return gather(params, indices, axis, batch_dims=batch_dims, **kwargs)
-
-    return dense
-
-
-def _einsum(einsum: Callable) -> Callable:
-    """Where one input splits a summed dim and the other splits another dim of both, over one axis, each device pairs
-    shards that do not belong together. So that only one dim of both can be split, summed dims are gathered; the first
-    one stays split (heads, in an attention's output) where no dim of both is kept.
-    """
-
-    def one_split(inputs, equation, **kwargs):
-        terms, _, result = equation.replace(" ", "").partition("->")
-        terms = terms.split(",")
-        if len(terms) == 2 and "." not in equation:
-            shared = [label for label in terms[0] if label in terms[1]]
-            summed = [label for label in shared if label not in result]
-            alone = [label for label in set(terms[0]) ^ set(terms[1]) if label not in result]
-            whole = set(alone + (summed if len(summed) < len(shared) else summed[1:]))
-            inputs = [gathered(value, lambda dim, term=term: term[dim] in whole) for value, term in zip(inputs, terms)]
-        return einsum(inputs, equation, **kwargs)
-
-    return one_split
-
-
-def _matmul(matmul: Callable) -> Callable:
-    """As `_einsum`: with two or more dims before a matrix, the summed dim is gathered."""
-
-    def one_split(x, y, adj_x=False, adj_y=False, **kwargs):
-        x, y = tf.convert_to_tensor(x), tf.convert_to_tensor(y)
-        if max(x.shape.rank, y.shape.rank) > 3:
-            x = gathered(x, lambda dim: dim == x.shape.rank - (2 if adj_x else 1))
-            y = gathered(y, lambda dim: dim == y.shape.rank - (1 if adj_y else 2))
-        return matmul(x, y, adj_x=adj_x, adj_y=adj_y, **kwargs)
-
-    return one_split
-
-
 WRONG = {
-    "einsum": _einsum,
-    "batch_mat_mul": _matmul,
-    "batch_mat_mul_v2": _matmul,
-    "batch_mat_mul_v3": _matmul,
-    "arg_max": _argmax,
-    "gather_v2": _lookup,
-    "scatter_nd": _scatter_nd,
-    "gather_nd": _whole,
-    "tensor_scatter_update": _whole,
-    "tensor_scatter_add": _whole,
-    "tensor_scatter_sub": _whole,
-    "tensor_scatter_min": _whole,
-    "tensor_scatter_max": _whole,
-    "where": _refused,
-    "boolean_mask": _refused,
-    "sparse_softmax_cross_entropy_with_logits": _sparse_cross_entropy,
-    "strided_slice": _strided_slice,
+    "einsum": op_routes.einsum,
+    "arg_max": op_routes.argmax,
+    "gather_v2": op_routes.lookup,
+    "scatter_nd": op_routes.scatter_nd,
+    "gather_nd": op_routes.whole,
+    "tensor_scatter_update": op_routes.whole,
+    "tensor_scatter_add": op_routes.whole,
+    "tensor_scatter_sub": op_routes.whole,
+    "tensor_scatter_min": op_routes.whole,
+    "tensor_scatter_max": op_routes.whole,
+    "where": op_routes.refused,
+    "boolean_mask": op_routes.refused,
+    "sparse_softmax_cross_entropy_with_logits": op_routes.sparse_cross_entropy,
+    "strided_slice": op_routes.strided_slice,
+    "conv2d": op_routes.grouped_conv,
+    "conv3d": op_routes.grouped_conv,
+    "pack": op_routes.pack,
+    "bincount as bincount": op_routes.bincount,
+    "repeat": op_routes.repeat,
+    "matrix_exponential as expm": op_routes.fatal,
+    "map_fn_v2 as map_fn": op_loops.map_fn,
+    "foldl_v2 as foldl": op_loops.fold(reverse=False),
+    "foldr_v2 as foldr": op_loops.fold(reverse=True),
+    "scan_v2 as scan": op_loops.scan,
+    "switch_case": op_loops.switch_case,
+}
+KERAS = {
+    "core.scan": op_loops.keras_scan,
+    "core.associative_scan": op_loops.keras_associative_scan,
+    "nn.ctc_loss": op_ctc.ctc_loss,
 }
 
 
@@ -298,7 +175,24 @@ def _in_steps(wrapper: Callable[[Callable], Callable]) -> Callable[[Callable], C
     return wrap
 
 
-for _operation in REPLICATED:
-    replicate(_operation)
-for _operation, _wrapper in WRONG.items():
-    compat.route(_operation, _in_steps(_wrapper))
+def main() -> None:
+    """`python -m tfpar.op_support --audit`"""
+    from absl import app
+
+    from tfpar import op_audit
+
+    app.run(op_audit.main)
+
+
+if __name__ == "__main__":
+    main()  # the operations are routed already: tfpar imports this file
+else:
+    compat.before_operations(op_gathers.gather_inputs)
+    for _operation in op_gathers.functions():
+        compat.route(_operation, _in_steps(op_gathers.gather_results))
+    for _operation in REPLICATED:
+        replicate(_operation)
+    for _operation, _wrapper in WRONG.items():
+        compat.route(_operation, _in_steps(_wrapper))
+    for _operation, _wrapper in KERAS.items():
+        compat.route_keras(_operation, _in_steps(_wrapper))

@@ -1,0 +1,206 @@
+"""What takes the place of a TensorFlow function in a step where DTensor would give other numbers, or none.
+
+Each wrapper takes the function and returns one with the same arguments; `op_support.WRONG` says which takes which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+
+from tfpar import slices, variables, vocabulary
+from tfpar.op_gathers import gathered, is_shape
+
+
+def whole(operation: Callable) -> Callable:
+    """Positions in the whole of one input meet a shard of another. The result is whole too: what uses it could otherwise
+    make TensorFlow compute a shard of it only.
+    """
+
+    def whole(*args, name=None, **kwargs):
+        return gathered(operation(*(gathered(arg) for arg in args), name=name, **kwargs))
+
+    return whole
+
+
+def refused(operation: Callable) -> Callable:
+    """Each device would find the positions in its own shard."""
+
+    def refuse(*args, **kwargs):
+        raise NotImplementedError(
+            f"{operation.__name__} gives a tensor whose size depends on values, which a step on a mesh cannot split. Keep "
+            "the size: use tf.where(condition, x, y), or multiply by the mask."
+        )
+
+    return refuse
+
+
+def fatal(operation: Callable) -> Callable:
+    """The process would end inside TensorFlow, also where nothing is split."""
+
+    def refuse(*args, **kwargs):
+        raise NotImplementedError(
+            f"{operation.__name__} in a step on a mesh would end the process inside TensorFlow. Compute it outside the step."
+        )
+
+    return refuse
+
+
+def scatter_nd(scatter: Callable) -> Callable:
+    """As `whole`; 64-bit indices fail. It is also the gradient of `gather_nd`, `top_k` and `sort`."""
+
+    def whole(indices, updates, shape, **kwargs):
+        indices, shape = tf.cast(gathered(indices), tf.int32), tf.cast(shape, tf.int32)
+        return gathered(scatter(indices, gathered(updates), shape, **kwargs))
+
+    return whole
+
+
+def _may_be_split(value: tf.Tensor) -> bool:
+    """Whether a step's layouts can split the last dim of a value."""
+    mesh = variables.step_owner().mesh
+    return mesh.size > mesh.data_size and value.shape.is_fully_defined() and value.shape.rank > 1
+
+
+def argmax(argmax: Callable) -> Callable:
+    """Logits that are split over the classes would be gathered for a metric."""
+
+    def split(input, dimension, output_type=tf.int64, **kwargs):
+        values = tf.convert_to_tensor(input)
+        if _may_be_split(values) and tf.get_static_value(dimension) in (-1, values.shape.rank - 1):
+            return vocabulary.first_largest(values, output_type)
+        return argmax(input, dimension, output_type, **kwargs)
+
+    return split
+
+
+def sparse_cross_entropy(cross_entropy: Callable) -> Callable:
+    """A label is looked up among a shard's classes: the loss is NaN where logits are split over the classes."""
+
+    def split(features, labels, **kwargs):
+        features = tf.convert_to_tensor(features)
+        if _may_be_split(features):
+            return vocabulary.sparse_cross_entropy(features, labels), None
+        return cross_entropy(features, labels, **kwargs)
+
+    return split
+
+
+def strided_slice(strided_slice: Callable) -> Callable:
+    """A negative step reverses each shard on its own; a new axis (`x[:, None]`) on a split tensor ends the process."""
+
+    def whole(input, begin, end, strides, *, new_axis_mask=0, **kwargs):
+        if new_axis_mask:
+            parts = slices.without_new_axes(
+                tf.convert_to_tensor(input).shape.rank, begin, end, strides, new_axis_mask, **kwargs
+            )
+            result = whole(input, *parts.bounds, **parts.masks) if parts.slices else tf.convert_to_tensor(input)
+            for dim in parts.new_dims:
+                result = tf.expand_dims(result, dim)
+            return result
+        steps = tf.get_static_value(tf.convert_to_tensor(strides))
+        if steps is not None and (steps < 0).any():
+            return gathered(strided_slice(gathered(input), begin, end, strides, **kwargs))
+        return strided_slice(input, begin, end, strides, **kwargs)
+
+    return whole
+
+
+def lookup(gather: Callable) -> Callable:
+    """The gradient of looked-up rows is dense, before anything (clipping, loss scale) sees it. Rows that are split would be
+    gathered, the whole table on each device.
+    """
+
+    def dense(params, indices, axis, batch_dims=0, **kwargs):
+        params, indices = tf.convert_to_tensor(params), tf.convert_to_tensor(indices)
+        parts = variables.parts_of_rows(params)
+        if parts > 1 and batch_dims == 0 and tf.get_static_value(axis) == 0 and indices.shape.is_fully_defined():
+            return vocabulary.lookup(params, indices, parts)
+        params = variables.dense_gradient(params) if params.dtype.is_floating else params
+        return gather(params, indices, axis, batch_dims=batch_dims, **kwargs)
+
+    return dense
+
+
+def einsum(einsum: Callable) -> Callable:
+    """With two summed dims of which one input splits one and the other the other, over one axis, each device pairs shards
+    that do not belong together. So the first summed dim can be split (heads, in an attention's output) and the others
+    are gathered, as are dims of one input alone that are summed.
+    """
+
+    def one_split(inputs, equation, **kwargs):
+        terms, _, result = equation.replace(" ", "").partition("->")
+        terms = terms.split(",")
+        if len(terms) == 2 and "." not in equation:
+            summed = [label for label in terms[0] if label in terms[1] and label not in result]
+            alone = [label for label in set(terms[0]) ^ set(terms[1]) if label not in result]
+            whole = set(alone + summed[1:])
+            inputs = [gathered(value, lambda dim, term=term: term[dim] in whole) for value, term in zip(inputs, terms)]
+        return einsum(inputs, equation, **kwargs)
+
+    return one_split
+
+
+def grouped_conv(conv: Callable) -> Callable:
+    """Keras compiles convolutions of groups with XLA, which a step cannot; without it they have no gradient on CPU. Each
+    group is a convolution of its own here.
+    """
+
+    def by_group(input, filter, *args, data_format="NHWC", name=None, **kwargs):
+        input, filter = tf.convert_to_tensor(input), tf.convert_to_tensor(filter)
+        channels = input.shape.rank - 1 if data_format.endswith("C") else 1
+        groups = input.shape[channels] // filter.shape[-2]
+        if groups == 1:
+            return conv(input, filter, *args, data_format=data_format, name=name, **kwargs)
+        parts = zip(tf.split(input, groups, channels), tf.split(filter, groups, -1))
+        return tf.concat([conv(*part, *args, data_format=data_format, **kwargs) for part in parts], channels)
+
+    return by_group
+
+
+def repeat(repeat: Callable) -> Callable:
+    """With one number per element TensorFlow masks a larger tensor, whose size then depends on values."""
+
+    def looked_up(input, repeats, axis=None, **kwargs):
+        counts = tf.get_static_value(tf.convert_to_tensor(repeats))
+        if counts is None or np.size(counts) <= 1:
+            return repeat(input, repeats, axis, **kwargs)
+        input = tf.reshape(input, [-1]) if axis is None else tf.convert_to_tensor(input)
+        axis = axis or 0
+        return tf.gather(input, np.repeat(np.arange(input.shape[axis]), counts), axis=axis)
+
+    return looked_up
+
+
+def pack(pack: Callable) -> Callable:
+    """`tf.stack`: as a concatenation it is refused in fewer cases."""
+
+    def concatenated(values, axis=0, name=None):
+        values = [tf.convert_to_tensor(value) for value in values]
+        if is_shape(values[0]) or any(not value.shape.rank for value in values):
+            return pack(values, axis=axis, name=name)
+        axis = axis % (values[0].shape.rank + 1)
+        return tf.concat([tf.expand_dims(value, axis) for value in values], axis)
+
+    return concatenated
+
+
+def bincount(bincount: Callable) -> Callable:
+    """`tf.math.bincount` with a fixed number of bins, whose result has no known size in TensorFlow. `CategoryEncoding`
+    calls it.
+    """
+
+    def counted(
+        arr, weights=None, minlength=None, maxlength=None, dtype=tf.int32, name=None, axis=None, binary_output=False
+    ):
+        if not isinstance(minlength, int) or minlength != maxlength:
+            return bincount(arr, weights, minlength, maxlength, dtype, name, axis, binary_output)
+        arr = tf.cast(arr, tf.int32)
+        hot = tf.one_hot(arr, minlength, dtype=dtype if weights is None else tf.convert_to_tensor(weights).dtype)
+        hot = hot if weights is None or binary_output else hot * tf.expand_dims(weights, -1)
+        dims = [-2] if axis == -1 else list(range(arr.shape.rank))
+        return tf.reduce_max(hot, dims) if binary_output else tf.reduce_sum(hot, dims)
+
+    return counted
