@@ -138,13 +138,21 @@ def test_nan_loss_is_said_once():
 
 
 def test_mlir_has_a_sentence_above_it():
-    with tfpar.HybridStrategy("data=2,model=2", layouts={r".*conv/kernel": (None, None, None, "model")}).scope():
-        convolution = layers.Conv2D(4, 3, name="conv")
-        model = parity.compiled(keras.Sequential([keras.Input((4, 4, 2)), convolution, layers.Flatten()], name="net"))
+    class Product(keras.Layer):
+        def build(self, shape):
+            self.left = self.add_weight(shape=(4, 4), name="left")
+            self.right = self.add_weight(shape=(4, 4), name="right")
+
+        def call(self, x):
+            return x + keras.ops.mean(keras.ops.matmul(self.left, self.right))
+
+    layouts = {r".*left": (None, "one"), r".*right": ("two", None)}
+    with tfpar.HybridStrategy("one=2,two=2", layouts=layouts).scope():
+        model = parity.compiled(keras.Sequential([keras.Input((4,)), Product()], name="net"))
     with pytest.raises(tf.errors.OpError) as caught:
-        model.fit(np.ones((4, 4, 4, 2)), np.ones((4, 16)), verbose=0)
+        model.fit(np.ones((4, 4)), np.ones((4, 4)), verbose=0)
     first = caught.value.message.splitlines()[0]
-    assert first.startswith("TensorFlow could not run a step of the model 'net' on the mesh data=2,model=2")
+    assert first.startswith("TensorFlow could not run a step of the model 'net' on the mesh one=2,two=2")
     assert "Replicate the variables of the layer" in first and "SPMD" in caught.value.message.split("\n\n", 1)[1]
 
 

@@ -139,7 +139,7 @@ def test_users_own_variables(float64):
         return float(runner.reduce("SUM", total, None)), v.numpy(), (v[1] + 1.0).numpy(), v[2:4].numpy()
 
     with pytest.warns(UserWarning, match="axis 'model'"):
-        plain = tfpar.HybridStrategy("data=2,model=2")
+        plain = tfpar.HybridStrategy("data=2,model=2", layouts=None)
     split = tfpar.HybridStrategy("data=2,model=2", layouts={"table": (None, "model")})
     for strategy in (plain, split):
         parity.assert_close(run(None), run(strategy))

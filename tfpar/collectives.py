@@ -46,7 +46,7 @@ def of_new_programs() -> tuple[Collective, ...]:
 
 def _collectives(nodes: Iterable) -> Iterable[Collective]:
     for node in nodes:
-        if not node.op.startswith("Collective"):
+        if not node.op.startswith("Collective") or "_layout" not in node.attr:  # not of a mesh
             continue
         named = _NAMED.search(node.name)
         shape = tuple(dim.size for dim in node.attr["_output_shapes"].list.shape[0].dim)

@@ -71,10 +71,7 @@ TensorFlowTrainer = next(c for c in keras.Model.__mro__ if c.__name__ == "Tensor
 
 
 def tensorflow_has_started() -> bool:
-    """Whether TensorFlow's runtime exists, after which logical devices cannot change.
-
-    Public TensorFlow can only find out by trying to change them.
-    """
+    """Whether TensorFlow's runtime exists, after which logical devices cannot change."""
     return tf_context.context()._initialized
 
 
@@ -82,7 +79,6 @@ def start_dtensor() -> None:
     """Makes DTensor's device, unless there is one, such that the failure of a step is raised by that step.
 
     The default is asynchronous: the failure surfaces at some later operation, and all that follows fails with it.
-    Accelerators run ahead of the host either way.
     """
     if dtensor_api._dtensor_singleton is None:
         dtensor_api.reset_dtensor_device(is_async=False)
@@ -114,8 +110,7 @@ def in_saved_model_export() -> bool:
 def record_read(result: tf.Tensor, handle: tf.Tensor) -> None:
     """Tells gradient tapes that `result` is the value of the variable behind `handle`.
 
-    A variable's gather across devices is several operations on several meshes; to a tape it is one read. The public
-    `tf.custom_gradient` cannot take a resource as its input.
+    A gather across devices is several operations; to a tape it is one read. `tf.custom_gradient` takes no resource.
     """
     tf_record.record_operation("ReadVariableOp", [result], [handle], lambda gradient: [gradient])
 
@@ -210,8 +205,7 @@ def strategy_of(owner: Any) -> tf.distribute.Strategy | None:
 def install_trainer(choose: Callable[[keras.Model], Any]) -> None:
     """Lets a model's strategy build the functions that `fit`, `evaluate` and `predict` call.
 
-    Keras has no hook for it: its trainer always traces `strategy.run` into one function over a `tf.data` iterator, and
-    pulls a batch from the user's data to build the model (which a one-shot generator then lacks).
+    Keras' own trainer traces a loop over a `tf.data` iterator and pulls a batch from the user's data to build the model.
 
     Args:
         choose: called with the model; returns an object with `train_function(model)`, `test_function(model)`,

@@ -231,6 +231,7 @@ STRUCTURE = {
             "new axis": lambda x: x[:, None] - x[None],
             "concat dim 0": lambda x: tf.concat([x, x**2], 0),
             "concat dim 1": lambda x: tf.concat([x, x**2], 1),
+            "concat dim -1": lambda x: tf.concat([x, x**2], -1),
             "concat with a constant": lambda x: tf.concat([tf.ones((8, 2), x.dtype), x], 1),
             "stack dim 0": lambda x: tf.stack([x, x**2], 0),
             "stack dim 1": lambda x: tf.stack([x, x**2], 1),

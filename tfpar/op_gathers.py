@@ -27,26 +27,26 @@ Rule = Callable[[list[tf.Tensor]], dict[int, Dims]]
 def gathered(value: Any, dims: Dims = lambda dim: True) -> tf.Tensor:
     """The tensor with the chosen dims whole on every device.
 
-    A relayout can leave at most one dim as it is. To leave more, each chosen dim is merged into the one before it and
-    taken apart again: of merged dims DTensor keeps only the split of the first. This moves and costs nothing where the
-    dim is whole already.
+    A relayout can leave at most one dim as it is. To leave more, each chosen dim is merged into one before it and taken
+    apart again: of merged dims DTensor keeps only the split of the first. This moves and costs nothing where the dim is
+    whole already.
     """
     value = tf.convert_to_tensor(value)
     rank = value.shape.rank
-    chosen = [dims(dim) for dim in range(rank)]
-    if not any(chosen):
+    if not any(map(dims, range(rank))):
         return value
-    if rank - sum(chosen) <= 1 or not value.shape.is_fully_defined():
-        merge = not value.shape.is_fully_defined()
-        spec = [dtensor.UNSHARDED if merge or chosen[dim] else _MATCH for dim in range(rank)]
+    whole = [dims(dim) or value.shape[dim] == 1 for dim in range(rank)]
+    if rank - sum(whole) <= 1 or not value.shape.is_fully_defined():
+        none = not value.shape.is_fully_defined()
+        spec = [dtensor.UNSHARDED if none or whole[dim] else _MATCH for dim in range(rank)]
         return dtensor.relayout(value, variables.step_owner().mesh.layout(spec))
-    order = sorted(range(rank), key=lambda dim: chosen[dim]) if chosen[0] else list(range(rank))
-    value, chosen = tf.transpose(value, order) if chosen[0] else value, [chosen[dim] for dim in order]
+    order = sorted(range(rank), key=lambda dim: whole[dim]) if whole[0] else list(range(rank))
+    value = value if order == list(range(rank)) else tf.transpose(value, order)
     merged: list[int] = []
-    for size, join in zip(value.shape, chosen):
+    for size, join in zip(value.shape, (whole[dim] for dim in order)):
         merged[len(merged) - join :] = [merged[-1] * size] if join else [size]
     value = tf.reshape(tf.identity(tf.reshape(value, merged)), value.shape)
-    return value if order == sorted(order) else tf.transpose(value, np.argsort(order))
+    return value if order == list(range(rank)) else tf.transpose(value, np.argsort(order))
 
 
 def _all(dim: int) -> bool:

@@ -187,6 +187,16 @@ def pack(pack: Callable) -> Callable:
     return concatenated
 
 
+def unpack(unpack: Callable) -> Callable:
+    """`tf.unstack`: each device would take the rows of its own shard."""
+
+    def gathered_rows(value, num, axis=0, name=None):
+        value = tf.convert_to_tensor(value)
+        return unpack(gathered(value, lambda dim: dim == axis % value.shape.rank), num, axis=axis, name=name)
+
+    return gathered_rows
+
+
 def bincount(bincount: Callable) -> Callable:
     """`tf.math.bincount` with a fixed number of bins, whose result has no known size in TensorFlow. `CategoryEncoding`
     calls it.

@@ -142,6 +142,7 @@ WRONG = {
     "conv2d": op_routes.grouped_conv,
     "conv3d": op_routes.grouped_conv,
     "pack": op_routes.pack,
+    "unpack": op_routes.unpack,
     "bincount as bincount": op_routes.bincount,
     "repeat": op_routes.repeat,
     "matrix_exponential as expm": op_routes.fatal,

@@ -30,17 +30,23 @@ GROUPS = {"layers": layer_cases, "keras_hub": hub_cases, "applications": applica
 CHILD = "import json, sys; from model_coverage.case import main; main(*json.loads(sys.argv[1]))"
 TOGETHER = {"layers": 12, "keras_hub": 1, "applications": 1}
 
-FLAGS = flags.FLAGS
-flags.DEFINE_multi_string("only", [], "Cases whose name starts with this, or matches it with *; all by default.")
-flags.DEFINE_bool("resume", False, "Leave out cases that have a result for every mesh.")
-flags.DEFINE_multi_string("mesh", list(one_case.MESHES), "Meshes.")
-flags.DEFINE_enum(
-    "layouts", "default", ["default", "columns"], "Layouts that the strategy finds, or every matrix split by columns."
+FLAGS = flags.FlagValues()  # its own, because tests import this file beside other programs
+flags.DEFINE_multi_string(
+    "only", [], "Cases whose name starts with this, or matches it with *; all by default.", flag_values=FLAGS
 )
-flags.DEFINE_integer("seconds", 900, "Limit of one case, all its meshes together.")
-flags.DEFINE_integer("gigabytes", 16, "Limit of one process.")
-flags.DEFINE_string("results", str(HERE / "results.json"), "Where results are kept.")
-flags.DEFINE_string("page", str(HERE.parent.parent / "docs" / "coverage.md"), "The page that is written.")
+flags.DEFINE_bool("resume", False, "Leave out cases that have a result for every mesh.", flag_values=FLAGS)
+flags.DEFINE_multi_string("mesh", list(one_case.MESHES), "Meshes.", flag_values=FLAGS)
+flags.DEFINE_enum(
+    "layouts",
+    "default",
+    ["default", "columns"],
+    "Layouts that the strategy finds, or every matrix split by columns.",
+    flag_values=FLAGS,
+)
+flags.DEFINE_integer("seconds", 900, "Limit of one case, all its meshes together.", flag_values=FLAGS)
+flags.DEFINE_integer("gigabytes", 16, "Limit of one process.", flag_values=FLAGS)
+flags.DEFINE_string("results", str(HERE / "results.json"), "Where results are kept.", flag_values=FLAGS)
+flags.DEFINE_string("page", str(HERE.parent.parent / "docs" / "coverage.md"), "The page that is written.", flag_values=FLAGS)
 
 
 def names() -> list[str]:
@@ -140,4 +146,4 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=FLAGS)
