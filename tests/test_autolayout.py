@@ -363,3 +363,20 @@ def test_inputs_of_unknown_length_and_shared_layers(float64):
 
     expected = {"embedding/embeddings": 0, "up/kernel": 1, "up/bias": 0, "down/kernel": 0}
     check(build, {"numbers": a, "tokens": ids}, y, "data=2,model=2", expected)
+
+
+class Scaled(layers.Layer):
+    """A layer with one trained number."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
+
+    def call(self, x):
+        return self.scale * x
+
+
+def test_a_trained_number(float64):
+    expected = {"gate/kernel": 1, "gate/bias": 0, "up/kernel": 1, "up/bias": 0, "down/kernel": 0}
+    build = lambda: parity.compiled(functional(lambda x: Scaled(name="scaled")(glu(x))))  # noqa: E731
+    strategy, model = check(build, SEQUENCES, RNG.randn(8, 6, 16), "data=2,model=2", expected)
+    assert {row.path: row.reason for row in strategy.describe(model)}["scaled/scale"] == "auto: a scalar"

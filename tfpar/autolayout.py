@@ -209,7 +209,7 @@ def _reason(variable: keras.Variable, group: Group) -> str:
 
 def _reason_whole(variable: keras.Variable, groups: Iterable[Group], parts: int) -> str:
     """Why a variable is whole: what holds for its largest dim."""
-    if not variable.shape:
+    if len(variable.shape) == 0:
         return "a scalar"
     largest = max(range(len(variable.shape)), key=lambda dim: variable.shape[dim])
     for group in groups:
