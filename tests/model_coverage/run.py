@@ -21,7 +21,7 @@ from pathlib import Path
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
-from absl import app, flags
+from absl import flags
 
 from model_coverage import application_cases, case as one_case, hub_cases, layer_cases, page
 
@@ -146,4 +146,4 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=FLAGS)
+    main(FLAGS(sys.argv))
