@@ -127,6 +127,7 @@ def main(_) -> None:
     def keep(result: dict) -> None:
         result = result | {"date": time.strftime("%Y-%m-%d")}
         name, mesh = result.pop("case"), result.pop("mesh")
+        print(result.pop("trace", ""), end="", file=sys.stderr)  # it has paths of this machine, so it is not kept
         results.setdefault(name, {})[mesh] = result
         said = f"{result['error']:.1e}" if "error" in result else result.get("cause", "")
         print(f"{name:45} {mesh:15} {'-' if result['ok'] is None else 'ok' if result['ok'] else 'FAIL':5}{said}", flush=True)
