@@ -15,6 +15,7 @@ No TensorFlow in here. `simulation.py` says how long a schedule takes and how mu
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterator
 
@@ -234,12 +235,13 @@ def check(schedule: Schedule) -> None:
     found = [action for actions in schedule.actions for action in actions]
     kinds = (FORWARD, INPUT, WEIGHT) if schedule.splits_backward else (FORWARD, BACKWARD)
     wanted = [Action(k, s, i) for k in kinds for s in range(schedule.stages) for i in range(schedule.microbatches)]
+    known, number = set(wanted), collections.Counter(found)
     for action in found:
-        if action not in set(wanted):
+        if action not in known:
             raise ValueError(f"The schedule {schedule.name!r} has the action {action}, expected one of {_listed(wanted)}.")
-        if found.count(action) > 1:
+        if number[action] > 1:
             raise ValueError(f"The schedule {schedule.name!r} has the action {action} twice, expected each once.")
-    missing = sorted(set(wanted) - set(found))
+    missing = sorted(known - set(found))
     if missing:
         raise ValueError(f"The schedule {schedule.name!r} lacks the actions {_listed(missing)}.")
     for stage in range(schedule.stages):
@@ -248,11 +250,22 @@ def check(schedule: Schedule) -> None:
             raise ValueError(
                 f"The schedule {schedule.name!r} has stage {stage} on the devices {sorted(homes)}; a stage has one."
             )
-    _run(schedule)
+    done = {action for _, action in in_order(schedule)}
+    waiting = {d: next((a for a in actions if a not in done), None) for d, actions in enumerate(schedule.actions)}
+    listed = "; ".join(f"device {device} waits to do {action}" for device, action in waiting.items() if action)
+    if listed:
+        raise ValueError(f"The schedule {schedule.name!r} never ends: {listed}. Each needs an action that comes later.")
 
 
-def _run(schedule: Schedule) -> None:
-    """Lets each device go as far as it can until all have ended."""
+def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+    """Lets each device go as far as it can, in turn, until all have ended or all wait.
+
+    Args:
+        schedule: any schedule.
+
+    Yields:
+        A device and its next action, after all actions that this one needs.
+    """
     done, next_of = set(), [0] * schedule.devices
     moved = True
     while moved:
@@ -262,13 +275,10 @@ def _run(schedule: Schedule) -> None:
                 action = actions[next_of[device]]
                 if not done.issuperset(needs(action, schedule.stages, schedule.splits_backward)):
                     break
+                yield device, action
                 done.add(action)
                 next_of[device] += 1
                 moved = True
-    waiting = {d: actions[next_of[d]] for d, actions in enumerate(schedule.actions) if next_of[d] < len(actions)}
-    if waiting:
-        listed = "; ".join(f"device {device} waits to do {action}" for device, action in waiting.items())
-        raise ValueError(f"The schedule {schedule.name!r} never ends: {listed}. Each needs an action that comes later.")
 
 
 def _check_sizes(devices: int, microbatches: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from tfpar.pipeline.schedules import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule, needs
+from tfpar.pipeline.schedules import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule, in_order, needs
 
 EQUAL = {FORWARD: 1.0, BACKWARD: 2.0, INPUT: 1.0, WEIGHT: 1.0}
 
@@ -84,16 +84,9 @@ def simulate(schedule: Schedule, costs: Mapping[str, float] = EQUAL, transfer: f
     starts: dict[Action, float] = {}
     ends: dict[Action, float] = {}
     free = [0.0] * schedule.devices
-    next_of = [0] * schedule.devices
-    while len(ends) < len(home):
-        for device, actions in enumerate(schedule.actions):
-            while next_of[device] < len(actions):
-                action = actions[next_of[device]]
-                needed = needs(action, schedule.stages, schedule.splits_backward)
-                if any(other not in ends for other in needed):
-                    break
-                arrivals = [ends[other] + transfer * (home[other] != device) for other in needed]
-                starts[action] = max([free[device], *arrivals])
-                ends[action] = free[device] = starts[action] + costs[action.kind]
-                next_of[device] += 1
+    for device, action in in_order(schedule):
+        needed = needs(action, schedule.stages, schedule.splits_backward)
+        arrivals = [ends[other] + transfer * (home[other] != device) for other in needed]
+        starts[action] = max([free[device], *arrivals])
+        ends[action] = free[device] = starts[action] + costs[action.kind]
     return Simulation(schedule, starts, ends)
