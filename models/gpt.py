@@ -40,8 +40,7 @@ def gpt(
     >>> gpt(vocabulary=64, length=16, width=32, heads=4, depth=1).output_shape
     (None, 16, 64)
     """
-    if width % heads:
-        raise ValueError(f"heads must divide width, got heads={heads} and width={width}.")
+    check_heads(heads, width)
     ids = keras.Input((length,), dtype="int32", name="ids")
     x = Embeddings(vocabulary, length, width, name="embeddings")(ids)
     x = layers.Dropout(dropout)(x)
@@ -81,3 +80,9 @@ class Embeddings(layers.Layer):
 
     def get_config(self):
         return super().get_config() | self.sizes
+
+
+def check_heads(heads: int, width: int) -> None:
+    """Raises a ValueError where heads do not share the features evenly."""
+    if width % heads:
+        raise ValueError(f"heads must divide width, got heads={heads} and width={width}.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import keras
 from keras import layers
 
-from tfpar.models.gpt import Embeddings
+from tfpar.models.gpt import Embeddings, check_heads
 
 
 def encoder(
@@ -149,9 +149,3 @@ def feed_forward(x: keras.KerasTensor, name: str, dropout: float) -> keras.Keras
 def attention_mask(ids: keras.KerasTensor) -> keras.KerasTensor:
     """True where a token may be attended to, of shape (batch, 1, length)."""
     return keras.ops.expand_dims(keras.ops.not_equal(ids, 0), 1)
-
-
-def check_heads(heads: int, width: int) -> None:
-    """Raises a ValueError where heads do not share the features evenly."""
-    if width % heads:
-        raise ValueError(f"heads must divide width, got heads={heads} and width={width}.")

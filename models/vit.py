@@ -5,7 +5,8 @@ from __future__ import annotations
 import keras
 from keras import layers
 
-from tfpar.models.transformer import block, check_heads
+from tfpar.models.gpt import check_heads
+from tfpar.models.transformer import block
 
 
 def vit(

@@ -97,7 +97,7 @@ class AutoLayout:
                 stacklevel=2,
             )
             return {id(v): _replicated(v, "its model could not be traced") for v in model.variables}
-        groups = DimGroups(graph, parts, RULES, takes_split_classes(model)).groups
+        groups = [group for group in DimGroups(graph, parts, RULES, takes_split_classes(model)).groups if group.variables]
         for variable in model.variables:
             if id(variable) not in given and not _is_kerass(variable):
                 _pin(groups, variable, "belongs to a layer of your own, which has no declared role")
@@ -168,7 +168,7 @@ def _choose(groups: Sequence[Group], parts: int) -> list[Group]:
         ours = {name for name, _ in group.dims}
         theirs = {id(variable) for variable, _ in group.variables}
         twice = len(theirs) < len(group.variables) or len(ours) < len(group.dims)
-        if not theirs or why_whole(group, parts) or twice or tensors & ours or variables & theirs:
+        if why_whole(group, parts) or twice or tensors & ours or variables & theirs:
             continue
         chosen.append(group)
         tensors |= ours

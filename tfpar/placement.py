@@ -75,7 +75,7 @@ class Placement:
         Raises:
             ValueError: a rule that matches no variable, or does not fit the one that it matches.
         """
-        if model in self._settled and not self._knows_more(model, batch):
+        if model in self._settled and not (self._auto and self._knows_more(model, batch)):
             return
         rules = _as_layout_map(self._plan(model)) if self._plan else self._rules
         rules.check_axes(self._mesh)
@@ -94,7 +94,7 @@ class Placement:
         """Whether automatic layouts were decided without the loss or the inputs that there are now, and can still change."""
         basis = _basis(model, batch)
         was, self._basis[model] = self._basis.get(model, basis), basis
-        return bool(self._auto) and was != basis and not any(compat.native(v).traced for v in model.variables)
+        return was != basis and not any(compat.native(v).traced for v in model.variables)
 
     def reason(self, model: keras.Model, variable: keras.Variable) -> str:
         """Why a settled model's variable has its layout: the rule that matched, or what automatic layouts found."""
