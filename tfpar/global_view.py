@@ -23,6 +23,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfpar import compat, describe, errors, input as input_lib, training, transfer, variables
+from tfpar.compat import training as steps
 from tfpar.mesh import DATA, Mesh
 from tfpar.placement import Placement
 from tfpar.replica_context import GlobalViewContext
@@ -273,3 +274,4 @@ compat.save_once(
     wait=lambda model: dtensor.barrier(compat.strategy_of(model).mesh.dtensor_mesh, timeout_in_ms=600_000),
 )
 training.install(_is_global)
+steps.track_losses_by_step(lambda: variables.step_owner() is not None, steps.reduced_share)

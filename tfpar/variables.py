@@ -24,6 +24,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfpar import compat, devices, transfer
+from tfpar.mesh import Mesh
 
 _step = threading.local()
 
@@ -36,8 +37,8 @@ class StepView:
         mesh: where the step runs, if that is a part of the strategy's mesh: a pipeline stage's.
     """
 
-    def __init__(self, owner: tf.distribute.Strategy, mesh: dtensor.Mesh | None = None):
-        self._entered = owner, mesh
+    def __init__(self, owner: tf.distribute.Strategy, mesh: Mesh | None = None):
+        self._entered = owner, mesh or owner.mesh
 
     def __enter__(self):
         self._outer = getattr(_step, "owner", None), getattr(_step, "mesh", None)
@@ -52,8 +53,8 @@ def step_owner() -> tf.distribute.Strategy | None:
     return None if tf.executing_eagerly() else getattr(_step, "owner", None)
 
 
-def step_mesh() -> dtensor.Mesh | None:
-    """The mesh of the pipeline stage that is being traced on this thread, None elsewhere."""
+def step_mesh() -> Mesh | None:
+    """The mesh that the step that is being traced on this thread runs on, None elsewhere."""
     return None if step_owner() is None else _step.mesh
 
 
@@ -146,7 +147,7 @@ class MeshVariable(dtensor.DVariable):
     def _here(self) -> tuple[dtensor.Layout, tf.Tensor]:
         """The copy on the mesh of the step that is being traced on this thread, else the first."""
         mesh = step_mesh()
-        here = (copy for copy in self._copies if mesh is not None and copy[0].mesh == mesh)
+        here = (copy for copy in self._copies if mesh is not None and copy[0].mesh == mesh.dtensor_mesh)
         return next(here, self._copies[0])
 
     def _copy(self, value: tf.Tensor, layout: dtensor.Layout) -> tuple[dtensor.Layout, tf.Tensor]:
@@ -260,7 +261,7 @@ class MeshVariable(dtensor.DVariable):
                 "Build the model, its metrics and its optimizer in the scope of the strategy that trains them."
             )
         mesh = step_mesh()
-        if mesh is not None and all(layout.mesh != mesh for layout in self.layouts):
+        if mesh is not None and all(layout.mesh != mesh.dtensor_mesh for layout in self.layouts):
             raise RuntimeError(
                 f"The variable {self.path!r} is {action} in a pipeline stage that does not hold it. A stage holds the "
                 "variables of the layers that it calls; one that other layers use too must be an attribute of each."

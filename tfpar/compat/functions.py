@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -23,3 +23,15 @@ def prune(graph: Any, feeds: Sequence[tf.Tensor], fetches: Sequence[tf.Tensor | 
         A function of the feeds in their order, returning the fetches in theirs, None for an operation.
     """
     return wrap_function.WrappedFunction(graph, wrap_function.VariableHolder()).prune(list(feeds), list(fetches))
+
+
+def ancestors(operations: Iterable[tf.Operation]) -> set[tf.Operation]:
+    """Operations and all that must run before them."""
+    seen, stack = set(), list(operations)
+    while stack:
+        operation = stack.pop()
+        if operation not in seen:
+            seen.add(operation)
+            stack.extend(tensor.op for tensor in operation.inputs)
+            stack.extend(operation.control_inputs)
+    return seen

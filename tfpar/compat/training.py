@@ -10,6 +10,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.losses import loss as keras_loss
+from keras.src.trainers.compile_utils import CompileLoss
 from keras.src.trainers.trainer import Trainer
 
 from tfpar.compat import TensorFlowTrainer
@@ -61,6 +63,79 @@ def cut_losses() -> None:
         return own + [v.regularizer(v) for v in variables if v.trainable and v.regularizer is not None]
 
     keras.layers.Layer.losses = property(functools.wraps(whole.fget)(losses))
+
+
+Reduced = Callable[[tf.Tensor, str, tf.Tensor | None], tf.Tensor]
+
+
+@contextlib.contextmanager
+def reductions(change: Reduced, share: Any = None) -> Iterator[None]:
+    """While entered, on this thread, each loss that Keras reduces to a number passes through `change`.
+
+    Args:
+        change: takes the number, the reduction, and what it was divided by if that depends on masks or weights of the
+            examples (None: it was divided by the number of values, or not at all); returns the number to use.
+        share: the part of a step that the losses are for; None for all of it.
+    """
+    outer = reduced_share(), getattr(_stage, "change", None)
+    _stage.share, _stage.change = share, change
+    try:
+        yield
+    finally:
+        _stage.share, _stage.change = outer
+
+
+def reduced_share() -> Any:
+    """The `share` of the `reductions` that are entered on this thread."""
+    return getattr(_stage, "share", None)
+
+
+def follow_reductions() -> None:
+    """Lets `reductions` work."""
+    original = keras_loss.reduce_weighted_values
+
+    @functools.wraps(original)
+    def reduce_weighted_values(values, sample_weight=None, mask=None, reduction="sum_over_batch_size", dtype=None):
+        loss = original(values, sample_weight, mask, reduction, dtype)
+        change = getattr(_stage, "change", None)
+        if change is None or len(tf.convert_to_tensor(values).shape) == 0 or reduction in (None, "none"):
+            return loss
+        divisor = None
+        if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
+            divisor = tf.reduce_sum(keras_loss.apply_mask(sample_weight, mask, loss.dtype, reduction))
+        elif reduction != "sum" and mask is not None:
+            divisor = tf.reduce_sum(tf.cast(mask, loss.dtype))
+        return change(loss, reduction, divisor)
+
+    keras_loss.reduce_weighted_values = reduce_weighted_values
+
+
+def track_losses_by_step(in_step: Callable[[], bool], share: Callable[[], Any]) -> None:
+    """Lets the losses of a model's outputs be the means over steps, as Keras logs them on one device.
+
+    Keras weights each by the size of its batch, but only where a trace knows it: not on one device, where batches of
+    different sizes have one trace, but in a step on a mesh.
+
+    Args:
+        in_step: whether a step is being traced.
+        share: the part of a step that the trace is for; None for all of it.
+    """
+    build = CompileLoss.build
+
+    @functools.wraps(build)
+    def build_and_wrap(self, *args, **kwargs):
+        build(self, *args, **kwargs)
+        for metric in filter(None, self.metrics):
+            metric.update_state = by_step(metric.update_state)
+
+    def by_step(update: Callable) -> Callable:
+        @functools.wraps(update)
+        def update_state(values, sample_weight=None):
+            return update(values, sample_weight=share() if in_step() else sample_weight)
+
+        return update_state
+
+    CompileLoss.build = build_and_wrap
 
 
 def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:

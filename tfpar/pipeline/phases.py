@@ -114,7 +114,7 @@ class _Cutter:
     def cut(self, parts: Sequence[_Part]) -> dict[str, Phase]:
         home: dict[tf.Operation, str] = {}
         for part in parts:
-            for operation in _ancestors([*(t.op for t in part.fetches), *part.effects]):
+            for operation in functions.ancestors([*(t.op for t in part.fetches), *part.effects]):
                 home.setdefault(operation, part.kind)
         needed = {part.kind: self._needed(part, home) for part in parts}
         keeps = {
@@ -183,17 +183,6 @@ class _Cutter:
             seen.add(tensor.op)
             stack.extend(tensor.op.inputs)
         return seen
-
-
-def _ancestors(operations: Iterable[tf.Operation]) -> set[tf.Operation]:
-    seen, stack = set(), list(operations)
-    while stack:
-        operation = stack.pop()
-        if operation not in seen:
-            seen.add(operation)
-            stack.extend(tensor.op for tensor in operation.inputs)
-            stack.extend(operation.control_inputs)
-    return seen
 
 
 def _descendants(operations: Iterable[tf.Operation], sources: set[tf.Operation]) -> set[tf.Operation]:

@@ -45,6 +45,7 @@ class Run:
         stages: the stages of the model.
         programs: per micro-batch, the functions of each stage.
         parts: the micro-batches.
+        totals: what the last stage's losses are divided by on the whole batch.
         mailbox: what stages hand to each other.
     """
 
@@ -53,9 +54,11 @@ class Run:
         stages: Sequence[Stage],
         programs: Sequence[Sequence[StageProgram]],
         parts: Sequence[MicroBatch],
+        totals: Sequence[float],
         mailbox: Mailbox,
     ):
         self._stages, self.programs, self._parts, self._mailbox = stages, programs, parts, mailbox
+        self._totals = totals
         self._held: dict[tuple[int, int], dict[str, Any]] = {}
         self.events: list[Event] = []
         self.memory = Memory(len({id(stage.mesh) for stage in stages}))
@@ -96,8 +99,9 @@ class Run:
         moved = [crossing.move(value, mesh.dtensor_mesh) for value in arrived]
         if action.kind == FORWARD:
             feed = input_lib.distribute(self._parts[i].feeds[index].flat, mesh)
-            share = transfer.to_mesh(np.float64(self._parts[i].share), mesh.layout(()))
-            held = self._held[index, i] = {"inputs": [*moved, *feed, share]}
+            numbers = [self._parts[i].share, *self._totals[: program.totals]]
+            scalars = [transfer.to_mesh(np.float64(number), mesh.layout(())) for number in numbers]
+            held = self._held[index, i] = {"inputs": [*moved, *feed, *scalars]}
         else:
             held = self._held[index, i]
             if action.kind != WEIGHT:

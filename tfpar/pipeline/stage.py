@@ -15,6 +15,7 @@ from tfpar.compat import training as steps
 from tfpar.mesh import Mesh
 from tfpar.pipeline import crossing, phases
 from tfpar.pipeline.layer_graph import LayerGraph
+from tfpar.pipeline.loss_parts import Parts
 from tfpar.pipeline.partition import StagePart
 from tfpar.replica_context import GlobalViewContext
 
@@ -59,7 +60,7 @@ def traced(model: keras.Model, mesh: Mesh, function: Callable, *specs: tf.Tensor
 
     @tf.autograph.experimental.do_not_convert
     def run(*args: tf.Tensor) -> Any:
-        with strategy.scope(), GlobalViewContext(strategy), variables.StepView(strategy, mesh.dtensor_mesh):
+        with strategy.scope(), GlobalViewContext(strategy), variables.StepView(strategy, mesh):
             return function(*args)
 
     return tf.function(run, autograph=False).get_concrete_function(*specs)
@@ -99,8 +100,9 @@ class StageProgram:
         phases: by kind of action.
         sent: the shapes and dtypes that go to the next stage, or of the last one the model's outputs.
         form: how to find values in them.
-        trained: for each weight, whether the loss depends on it.
         logs: the structure of the last stage's metrics, which its forward gives last.
+        totals: how many numbers its forward takes that are known of a whole batch only, see `loss_parts.py`.
+        trained: for each weight, whether the loss depends on it.
         received_floats: how many of the tensors that it receives have a gradient.
         zeros: makes the sums of gradients that a step starts with.
     """
@@ -108,8 +110,9 @@ class StageProgram:
     phases: Mapping[str, phases.Phase]
     sent: tuple[tf.TensorSpec, ...]
     form: crossing.Form
-    trained: tuple[bool, ...]
     logs: Any
+    totals: int
+    trained: tuple[bool, ...] = ()
     received_floats: int = 0
     zeros: Callable[[], list[tf.Tensor]] | None = None
 
@@ -138,17 +141,17 @@ def training_program(stage: Stage, feed: Feed, received: Received, splits_backwa
         recompute: whether it repeats the forward.
 
     Returns:
-        The functions. A forward takes what is received, the inputs, the batch and the share of the micro-batch in the
-        loss; it gives what is sent, its share of the loss and the metrics. A backward takes the gradients of what is
-        sent that is differentiable, and the sums of gradients so far; it gives the gradients of what is received, and
-        the sums.
+        The functions. A forward takes what is received, the inputs, the batch, the share of the micro-batch in the loss
+        and the totals; it gives what is sent, its share of the loss and the metrics. A backward takes the gradients of
+        what is sent, where that is differentiable, and the sums of gradients so far; it gives the gradients of what is
+        received, and the sums.
     """
     native = [compat.native(variable) for variable in stage.weights]
     found: dict[str, Any] = {}
 
     def joint() -> None:
         arguments, share = _arguments(feed, received), _placeholder(SHARE)
-        with tf.GradientTape() as tape:
+        with tf.GradientTape() as tape, Parts(share) as parts:
             sources = [tensor for tensor in arguments.received if tensor.dtype.is_floating]
             tape.watch(sources)
             sent, form, loss, logs = forward(stage, arguments, received.form, "train")
@@ -164,22 +167,22 @@ def training_program(stage: Stage, feed: Feed, received: Received, splits_backwa
         summed = [(v, g) for v, g in zip(native, of_weights) if g is not None]
         found["traced"] = phases.Traced(
             graph=tf.compat.v1.get_default_graph(),
-            inputs=[*arguments.flat, share],
+            inputs=[*arguments.flat, share, *parts.totals],
             upstream=upstream,
             accumulators=accumulators,
             results=[*sent, tf.identity(part), *keras.tree.flatten(logs)],
             input_gradients=[tf.zeros_like(s) if g is None else tf.identity(g) for g, s in zip(of_inputs, sources)],
             weight_gradients=[_laid_out(total + g, v) for total, (v, g) in zip(accumulators, summed)],
         )
-        found["program"] = sent, form, tuple(g is not None for g in of_weights), logs
+        found["program"] = sent, form, tuple(g is not None for g in of_weights), logs, len(parts.totals)
 
     traced(stage.model, stage.mesh, joint)
-    sent, form, trained, logs = found["program"]
+    sent, form, trained, logs, totals = found["program"]
     parts = phases.phases(found["traced"], splits_backward, recompute)
     summed = [variable for variable, has in zip(native, trained) if has]
     zeros = traced(stage.model, stage.mesh, lambda: [_laid_out(tf.zeros(v.shape, v.dtype), v) for v in summed])
     floats = sum(spec.dtype.is_floating for spec in received.specs)
-    return StageProgram(parts, _specs(sent), form, trained, logs, floats, zeros)
+    return StageProgram(parts, _specs(sent), form, logs, totals, trained, floats, zeros)
 
 
 def forward_program(stage: Stage, feed: Feed, received: Received, mode: str) -> StageProgram:
@@ -198,18 +201,19 @@ def forward_program(stage: Stage, feed: Feed, received: Received, mode: str) -> 
 
     def alone() -> None:
         arguments, share = _arguments(feed, received), _placeholder(SHARE)
-        sent, form, loss, logs = forward(stage, arguments, received.form, mode)
+        with Parts(share) as parts:
+            sent, form, loss, logs = forward(stage, arguments, received.form, mode)
         part = tf.identity(loss * tf.cast(share, loss.dtype))
         found["traced"] = phases.Traced(
             graph=tf.compat.v1.get_default_graph(),
-            inputs=[*arguments.flat, share],
+            inputs=[*arguments.flat, share, *parts.totals],
             results=[*sent, part, *keras.tree.flatten(logs)],
         )
-        found["program"] = sent, form, logs
+        found["program"] = sent, form, logs, len(parts.totals)
 
     traced(stage.model, stage.mesh, alone)
-    sent, form, logs = found["program"]
-    return StageProgram(phases.forward_only(found["traced"]), _specs(sent), form, (), logs)
+    sent, form, logs, totals = found["program"]
+    return StageProgram(phases.forward_only(found["traced"]), _specs(sent), form, logs, totals)
 
 
 SHARE = tf.TensorSpec((), tf.float64)

@@ -11,10 +11,10 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfpar import collectives, describe, errors, op_support, training, transfer
+from tfpar import collectives, describe, devices, errors, op_support, training, transfer
 from tfpar.compat import training as steps
-from tfpar.pipeline import schedules, updates, workers
-from tfpar.pipeline.batches import MicroBatch, micro_batches
+from tfpar.pipeline import batches, loss_parts, schedules, updates, workers
+from tfpar.pipeline.batches import MicroBatch
 from tfpar.pipeline.plan import Pipeline
 from tfpar.pipeline.run import Run
 from tfpar.pipeline.stage import Received, StageProgram, forward_program, traced, training_program
@@ -80,6 +80,7 @@ class Steps:
         self._trainer, self._pipeline = trainer, trainer.pipeline
         self._model, self._strategy = model, strategy
         self._programs: dict[tuple, list[StageProgram]] = {}
+        self._divisors: dict[tuple, Callable] = {}
         self._updates: list[tuple[updates.Holder, updates.Update]] = []
         self._finish: Callable | None = None
 
@@ -114,12 +115,13 @@ class Steps:
     def _run(self, batch: Any, mode: str) -> tuple[Run, list[MicroBatch]]:
         """The forwards, and the backwards when training, of all micro-batches."""
         self._prepare(batch)
-        parts = micro_batches(self._stages, batch, self._pipeline.microbatches, mode)
+        whole = batches.on_host(self._model, self._stages[0].graph, batch, mode)
+        parts = batches.micro_batches(self._stages, whole, self._pipeline.microbatches)
         schedule = schedules.restricted(self._pipeline.schedule, len(parts), forward_only=mode != "train")
         while True:
             is_new = any((mode, part.signature) not in self._programs for part in parts)
-            mailbox = workers.Mailbox()
-            run = Run(self._stages, [self._program(part, mode) for part in parts], parts, mailbox)
+            mailbox, programs = workers.Mailbox(), [self._program(part, mode) for part in parts]
+            run = Run(self._stages, programs, parts, self._totals(whole, programs), mailbox)
             before = self._state() if is_new else []
             carry_out = workers.carry_out_in_turn if is_new else self._trainer.workers.carry_out
             try:
@@ -135,6 +137,17 @@ class Steps:
         if is_new and mode == "train":
             describe.remember_collectives(self._model, collectives.of_new_programs())
         return run, parts
+
+    def _totals(self, batch: batches.Batch, programs: list[list[StageProgram]]) -> list[float]:
+        """What the losses are divided by on the whole batch, where that depends on masks or weights."""
+        if not programs[0][-1].totals:
+            return []
+        key = batch.signature
+        if key not in self._divisors:
+            graph = self._stages[0].graph
+            self._divisors[key] = loss_parts.divisors(self._model, graph, batch.inputs, batch.extra)
+        with tf.device(devices.host()):
+            return [float(total) for total in self._divisors[key](*batch.flat)]
 
     def _state(self) -> list[tuple[keras.Variable, np.ndarray]]:
         """What a forward changes: statistics, seeds, metrics."""
@@ -211,5 +224,8 @@ def _replicates(error: BaseException | None) -> bool:
     op_support.replicate(operation)
     return True
 
+
+steps.cut_losses()
+steps.follow_reductions()
 
 _WHOLE = ("train_step", "test_step", "predict_step")
