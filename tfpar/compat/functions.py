@@ -35,3 +35,16 @@ def ancestors(operations: Iterable[tf.Operation]) -> set[tf.Operation]:
             stack.extend(tensor.op for tensor in operation.inputs)
             stack.extend(operation.control_inputs)
     return seen
+
+
+def effects(graph: Any) -> list[tf.Operation]:
+    """The operations that a traced function must run for what they do: assignments, assertions, prints."""
+    return [operation for operation in graph.control_outputs if operation.type not in ("ReadVariableOp", "Placeholder")]
+
+
+def forget_order(operation: tf.Operation, before: set[tf.Operation]) -> None:
+    """Lets an operation no longer wait for some others, which have run before its function is called."""
+    waits = [other for other in operation.control_inputs if other not in before]
+    if len(waits) < len(operation.control_inputs):
+        operation._remove_all_control_inputs()
+        operation._add_control_inputs(waits)

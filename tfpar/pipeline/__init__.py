@@ -2,5 +2,6 @@
 
 from tfpar.pipeline.schedules import Action, Schedule
 from tfpar.pipeline.sequence import stages
+from tfpar.pipeline.timeline import Timeline, timeline
 
-__all__ = ["Action", "Schedule", "stages"]
+__all__ = ["Action", "Schedule", "Timeline", "stages", "timeline"]

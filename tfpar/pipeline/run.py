@@ -157,11 +157,15 @@ class Memory:
 
     Args:
         devices: how many.
+
+    Attributes:
+        held: now, per device.
+        peaks: the most at once, per device.
     """
 
     def __init__(self, devices: int):
         self._lock = threading.Lock()
-        self._now, self.peaks = [0] * devices, [0] * devices
+        self.held, self.peaks = [0] * devices, [0] * devices
 
     def hold(self, device: int, tensors: Sequence[tf.Tensor]) -> None:
         """Counts tensors until nothing refers to them."""
@@ -172,8 +176,8 @@ class Memory:
 
     def _add(self, device: int, size: int) -> None:
         with self._lock:
-            self._now[device] += size
-            self.peaks[device] = max(self.peaks[device], self._now[device])
+            self.held[device] += size
+            self.peaks[device] = max(self.peaks[device], self.held[device])
 
 
 _KINDS: Mapping[str, str] = {

@@ -259,6 +259,7 @@ def forward(
             y_pred = stage.graph.pack([values[number] for number in stage.part.sends])
             loss = steps.compute_loss(stage.model, x, y, y_pred, weight, mode == "train")
             logs = stage.model.compute_metrics(x, y, y_pred, sample_weight=weight)
+            logs = tf.nest.map_structure(tf.convert_to_tensor, logs)
         elif mode != "predict":
             losses = [keras.ops.sum(keras.ops.cast(each, keras.config.floatx())) for each in stage.model.losses]
             loss = keras.ops.sum(losses) if losses else None

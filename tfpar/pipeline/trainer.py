@@ -191,7 +191,7 @@ class Steps:
             for device in range(len(self._updates)):
                 apply(device)
         else:
-            self._trainer.workers.each(apply, workers.Mailbox())
+            self._trainer.workers.each(len(self._updates), apply, workers.Mailbox())
 
     def _make_updates(self, with_gradient: set[int]) -> None:
         scales = hasattr(self._model.optimizer, "check_finite")
