@@ -12,7 +12,7 @@ from keras import layers
 from tensorflow.experimental import dtensor
 
 import tfpar
-from tfpar import input as input_lib, op_gathers, op_support, transfer, variables
+from tfpar import input as input_lib, op_gathers, op_support, op_warnings, transfer, variables
 
 RNG = np.random.RandomState(0)
 X, LABELS = RNG.randn(8, 4), np.arange(8, dtype="int32") % 4
@@ -159,7 +159,7 @@ def test_chosen_dims_are_whole_and_others_stay_split(chosen):
     value = RNG.randn(4, 4, 4, 4)
     for spec in itertools.permutations(["data", "model", None, None]):
         x = transfer.to_mesh(value, strategy.mesh.layout(spec))
-        result = strategy.run(tf.function(lambda x: op_gathers.gathered(x, chosen.__contains__) * 1.0), args=(x,))
+        result = strategy.run(tf.function(lambda x: op_gathers.gathered(x, "test", chosen.__contains__) * 1.0), args=(x,))
         found = dtensor.fetch_layout(result).sharding_specs
         for dim, axis in enumerate(spec):
             kept = axis and dim not in chosen
@@ -187,25 +187,57 @@ def test_metrics_on_such_operations(metric, float64):
     parity.assert_parity(build, lambda m: m.fit(x, y, batch_size=8, epochs=2, verbose=0))
 
 
-def test_an_operation_missing_from_the_table_is_found_and_named_once(monkeypatch, float64):
-    monkeypatch.delenv(op_support._VARIABLE + "REVERSEV2")
-    monkeypatch.setattr(op_support, "_warned", set())
+class Calls(keras.Layer):
+    """A function as a layer."""
 
-    class Backwards(keras.Layer):
-        def call(self, x):
-            return tf.reverse(x, [1])
+    def __init__(self, function, name=None):
+        super().__init__(name=name)
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+
+def warnings_of(*parts, **parity_options):
+    """What a training of a layer "up" and the parts says about operations that run whole; its numbers are right."""
+    op_warnings._warned.clear()
+    x, y = parity.regression(24)
 
     def build():
         return parity.compiled(
-            keras.Sequential([keras.Input((8,)), layers.Dense(8, name="up"), Backwards(name="back"), layers.Dense(1)])
+            keras.Sequential([keras.Input((8,)), layers.Dense(8, name="up"), *[part() for part in parts], layers.Dense(1)])
         )
 
-    x, y = parity.regression(24)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        parity.assert_parity(build, lambda m: m.fit(x, y, batch_size=8, epochs=2, verbose=0))
-    messages = [str(w.message) for w in caught if "cannot partition" in str(w.message)]
-    assert len(messages) == 1 and "ReverseV2" in messages[0] and "back" in messages[0]
+        parity.assert_parity(build, lambda m: m.fit(x, y, batch_size=8, epochs=2, verbose=0), **parity_options)
+    return [str(w.message) for w in caught if "The numbers are right" in str(w.message)]
+
+
+def test_an_operation_missing_from_the_table_is_found_and_named_once(float64):
+    assert not op_support.is_replicated("ReverseSequence")
+    (message,) = warnings_of(lambda: Calls(lambda x: tf.reverse_sequence(x, [8] * 8, seq_axis=1), name="back"))
+    assert "ReverseSequence (in 'sequential_1/back_1')" in message
+    # forward and backward, each with an input and a result of 8 × 8 numbers of 8 bytes
+    assert "computes the whole of it, 2.0 KiB of inputs and results in a step" in message
+
+
+def test_a_cost_that_is_not_known_is_a_lower_limit(float64):
+    def kept(x):
+        return tf.TensorArray(x.dtype, 8).unstack(x).stack()
+
+    assert any("TensorListStack" in m and "at least" in m for m in warnings_of(lambda: Calls(kept, name="list")))
+
+
+def test_an_operation_that_gathers_what_is_split_is_named_with_its_bytes(float64):
+    def part():
+        return Calls(lambda x: tf.concat(tf.split(x, [3, 5], 1)[::-1], 1), name="halves")
+
+    rules = {r".*up/kernel": (None, "model"), r".*up/bias": ("model",)}
+    assert not [m for m in warnings_of(part, mesh="data=4") if "reads tensors whole" in m]
+    messages = warnings_of(part, mesh="data=2,model=2", layouts=rules)
+    (message,) = [m for m in messages if "SplitV" in m]
+    assert "halves" in message and "every device gathers 256 B for it" in message  # 8 / 2 × 8 numbers of 8 bytes
 
 
 @pytest.mark.parametrize(
@@ -218,17 +250,6 @@ def test_an_operation_missing_from_the_table_is_found_and_named_once(monkeypatch
 def test_what_would_end_the_process_is_refused(operation, sentence):
     with pytest.raises(NotImplementedError, match=sentence):
         in_a_step(operation, "batch")
-
-
-class Calls(keras.Layer):
-    """A function as a layer."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def call(self, x):
-        return self.function(x)
 
 
 IMAGES, IDS = RNG.randn(16, 6, 6, 4), RNG.randint(0, 6, (16, 3)).astype("int32")

@@ -20,7 +20,8 @@ def whole(operation: Callable) -> Callable:
     """
 
     def whole(*args, name=None, **kwargs):
-        return gathered(operation(*(gathered(arg) for arg in args), name=name, **kwargs))
+        user = operation.__name__
+        return gathered(operation(*(gathered(arg, user) for arg in args), name=name, **kwargs), user)
 
     return whole
 
@@ -52,8 +53,8 @@ def scatter_nd(scatter: Callable) -> Callable:
     """As `whole`; 64-bit indices fail. It is also the gradient of `gather_nd`, `top_k` and `sort`."""
 
     def whole(indices, updates, shape, **kwargs):
-        indices, shape = tf.cast(gathered(indices), tf.int32), tf.cast(shape, tf.int32)
-        return gathered(scatter(indices, gathered(updates), shape, **kwargs))
+        indices, updates = tf.cast(gathered(indices, "scatter_nd"), tf.int32), gathered(updates, "scatter_nd")
+        return gathered(scatter(indices, updates, tf.cast(shape, tf.int32), **kwargs), "scatter_nd")
 
     return whole
 
@@ -102,7 +103,8 @@ def strided_slice(strided_slice: Callable) -> Callable:
             return result
         steps = tf.get_static_value(tf.convert_to_tensor(strides))
         if steps is not None and (steps < 0).any():
-            return gathered(strided_slice(gathered(input), begin, end, strides, **kwargs))
+            user = "strided_slice"
+            return gathered(strided_slice(gathered(input, user), begin, end, strides, **kwargs), user)
         return strided_slice(input, begin, end, strides, **kwargs)
 
     return whole
@@ -137,7 +139,9 @@ def einsum(einsum: Callable) -> Callable:
             summed = [label for label in terms[0] if label in terms[1] and label not in result]
             alone = [label for label in set(terms[0]) ^ set(terms[1]) if label not in result]
             whole = set(alone + summed[1:])
-            inputs = [gathered(value, lambda dim, term=term: term[dim] in whole) for value, term in zip(inputs, terms)]
+            inputs = [
+                gathered(value, "einsum", lambda dim, term=term: term[dim] in whole) for value, term in zip(inputs, terms)
+            ]
         return einsum(inputs, equation, **kwargs)
 
     return one_split
@@ -192,7 +196,8 @@ def unpack(unpack: Callable) -> Callable:
 
     def gathered_rows(value, num, axis=0, name=None):
         value = tf.convert_to_tensor(value)
-        return unpack(gathered(value, lambda dim: dim == axis % value.shape.rank), num, axis=axis, name=name)
+        value = gathered(value, "unpack", lambda dim: dim == axis % value.shape.rank)
+        return unpack(value, num, axis=axis, name=name)
 
     return gathered_rows
 

@@ -14,12 +14,13 @@ The audit, `python -m tfpar.op_support --audit`, finds them; docs/op_support.md 
 
 from __future__ import annotations
 
+import functools
 import os
 import re
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import tensorflow as tf
+from tensorflow.experimental import dtensor
 
 from tfpar import compat, op_ctc, op_gathers, op_loops, op_routes, variables
 
@@ -77,8 +78,6 @@ REPLICATED = (
     "SoftsignGrad",
 )
 
-_warned: set[str] = set()
-
 
 def replicate(operation: str) -> None:
     """Lets one TensorFlow operation, named as in a graph ("AvgPoolGrad"), run replicated where it has no expansion."""
@@ -94,34 +93,6 @@ def refused(error: tf.errors.OpError) -> str | None:
     """The operation that TensorFlow refused for want of an expansion, None where the error says something else."""
     match = _REFUSED.search(error.message)
     return match[1] if match else None
-
-
-def warn_replicated(graph: tf.Graph, operations: tuple[str, ...] = REPLICATED) -> None:
-    """Warns, once per kind of operation, where a traced step has operations that run replicated."""
-    wanted = set(operations) - _warned
-    for operation in all_operations(graph):
-        if operation.type in wanted and operation.type not in _warned:
-            _warned.add(operation.type)
-            warnings.warn(
-                f"TensorFlow cannot partition the operation {operation.type} (in {_layer(operation.name)!r}): its inputs "
-                "are gathered and every device computes the whole of it. The numbers are right; this part is not sped up.",
-                stacklevel=2,
-            )
-
-
-def all_operations(graph: tf.Graph) -> Iterator[tf.Operation]:
-    """The operations of a graph and of the functions in it."""
-    yield from graph.get_operations()
-    for function in getattr(graph, "_functions", {}).values():
-        inner = getattr(function, "graph", None)
-        if inner is not None and inner is not graph:
-            yield from inner.get_operations()
-
-
-def _layer(name: str) -> str:
-    """The layer part of an operation's name: "gradient_tape/model/pool/AvgPoolGrad" gives "model/pool"."""
-    parts = [part for part in name.split("/")[:-1] if part != "gradient_tape"]
-    return "/".join(parts) or name
 
 
 WRONG = {
@@ -176,6 +147,23 @@ def _in_steps(wrapper: Callable[[Callable], Callable]) -> Callable[[Callable], C
     return wrap
 
 
+def _as_constants(capture: Callable) -> Callable:
+    """Tensors from outside of a step, such as a table of positions, are constants in it: DTensor takes no others."""
+
+    @functools.wraps(capture)
+    def constant(graph, tensor, *args, **kwargs):
+        if variables.step_owner() is not None and not tf.is_symbolic_tensor(tensor) and tensor.dtype not in _NO_NUMBERS:
+            with tf.init_scope():
+                on_the_mesh = dtensor.is_dtensor(tensor)
+            tensor = tensor if on_the_mesh else tf.constant(tensor.numpy())
+        return capture(graph, tensor, *args, **kwargs)
+
+    return constant
+
+
+_NO_NUMBERS = (tf.resource, tf.variant, tf.string)
+
+
 def main() -> None:
     """`python -m tfpar.op_support --audit`"""
     from absl import app
@@ -189,6 +177,7 @@ if __name__ == "__main__":
     main()  # the operations are routed already: tfpar imports this file
 else:
     compat.before_operations(op_gathers.gather_inputs)
+    compat.FuncGraph.capture = _as_constants(compat.FuncGraph.capture)
     for _operation in op_gathers.functions():
         compat.route(_operation, _in_steps(op_gathers.gather_results))
     for _operation in REPLICATED:
