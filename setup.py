@@ -44,13 +44,13 @@ setup(
     ],
     python_requires=">=3.11",
     package_dir={"tfpar": "tfpar", "tfpar.strategies": "strategies", "tfpar.models": "models"},
-    packages=["tfpar", "tfpar.pipeline", "tfpar.strategies", "tfpar.models"],
+    packages=["tfpar", "tfpar.compat", "tfpar.pipeline", "tfpar.strategies", "tfpar.models"],
     package_data={"tfpar": ["py.typed"]},
     install_requires=[
         "absl-py>=2.1",  # flags of the demo
-        "keras>=3.15,<3.16",  # tfpar/compat.py replaces private parts of it, so one minor version
+        "keras>=3.15,<3.16",  # tfpar/compat replaces private parts of it, so one minor version
         "numpy>=1.26",
-        "tensorflow>=2.21,<2.22",  # DTensor and tfpar/compat.py, as for keras
+        "tensorflow>=2.21,<2.22",  # DTensor and tfpar/compat, as for keras
     ],
     extras_require={
         "coverage": COVERAGE,

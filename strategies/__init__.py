@@ -2,6 +2,7 @@
 
 from tfpar.strategies.hybrid import HybridStrategy
 from tfpar.strategies.mirrored import MirroredStrategy
+from tfpar.strategies.pipeline import PipelineStrategy
 from tfpar.strategies.tensor_parallel import TensorParallelStrategy
 
-__all__ = ["HybridStrategy", "MirroredStrategy", "TensorParallelStrategy"]
+__all__ = ["HybridStrategy", "MirroredStrategy", "PipelineStrategy", "TensorParallelStrategy"]

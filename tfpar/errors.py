@@ -38,6 +38,14 @@ def jit_compile(strategy: Any) -> ValueError:
     )
 
 
+def loop_over_stages(strategy: Any) -> NotImplementedError:
+    """`strategy.run` was called in a tf.function under a mesh with pipeline stages."""
+    return NotImplementedError(
+        f"strategy.run in a tf.function does not work under {strategy!r}: one function cannot hold the stages of a "
+        "pipeline. Train with fit or train_on_batch, or use a mesh without the axis 'pipe'."
+    )
+
+
 def check_model(model: keras.Model, strategy: Any) -> None:
     """Raises ValueError where a variable of the model, its metrics or its optimizer was not made under `strategy`."""
     owners = [("model", model.name, model.variables)]

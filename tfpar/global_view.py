@@ -23,8 +23,10 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfpar import compat, describe, errors, input as input_lib, training, transfer, variables
+from tfpar.compat import training as steps
 from tfpar.mesh import DATA, Mesh
 from tfpar.placement import Placement
+from tfpar.replica_context import GlobalViewContext
 
 
 class GlobalViewStrategy(tf.distribute.Strategy):
@@ -33,17 +35,24 @@ class GlobalViewStrategy(tf.distribute.Strategy):
     Args:
         mesh: devices and axes.
         placement: decides each variable's layout.
+        trainer: builds the functions of `fit`; left out: one program per step.
     """
 
-    def __init__(self, mesh: Mesh, placement: Placement):
+    def __init__(self, mesh: Mesh, placement: Placement, trainer: training.GlobalViewTrainer | None = None):
         super().__init__(GlobalViewExtended(self, mesh, placement))
         self._mesh, self._placement = mesh, placement
+        self._trainer = trainer or training.GlobalViewTrainer()
         mesh.dtensor_mesh  # noqa: B018  makes the devices now, while TensorFlow has not started
 
     @property
     def mesh(self) -> Mesh:
         """The devices and axes that this strategy trains on."""
         return self._mesh
+
+    @property
+    def trainer(self) -> training.GlobalViewTrainer:
+        """What builds the functions that Keras' `fit` calls."""
+        return self._trainer
 
     @property
     def placement(self) -> Placement:
@@ -124,36 +133,24 @@ class GlobalViewStrategy(tf.distribute.Strategy):
         return f"{type(self).__name__}(mesh={str(self._mesh)!r})"
 
 
-class GlobalViewContext(tf.distribute.ReplicaContext):
-    """The one replica context: reductions are the identity, because every value is global."""
-
-    def __init__(self, strategy: GlobalViewStrategy):
-        super().__init__(strategy, replica_id_in_sync_group=0)
-
-    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        del reduce_op, options
-        return tf.nest.map_structure(tf.convert_to_tensor, value)
-
-    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-        del axis, options
-        return value
-
-
 class GlobalViewExtended(tf.distribute.StrategyExtended):
     """The part of a strategy that TensorFlow and Keras call."""
 
     def __init__(self, strategy: GlobalViewStrategy, mesh: Mesh, placement: Placement):
         super().__init__(strategy)
         self._mesh, self._placement = mesh, placement
+        self._input_mesh = None if placement.pipeline else mesh
 
     # Steps
 
     def call_for_each_replica(self, fn: Callable, args: tuple = (), kwargs: dict | None = None) -> Any:
         strategy, kwargs = self._container_strategy(), kwargs or {}
+        traced = isinstance(fn, tf.types.experimental.GenericFunction)
         if tf.executing_eagerly():
-            traced = isinstance(fn, tf.types.experimental.GenericFunction)
             move = self._to_mesh if traced else transfer.to_host
             args, kwargs = tf.nest.map_structure(move, (args, kwargs))
+        if self._placement.pipeline is not None and (traced or not tf.executing_eagerly()):
+            raise errors.loop_over_stages(strategy)
         with strategy.scope(), GlobalViewContext(strategy), variables.StepView(strategy):
             return fn(*args, **kwargs)
 
@@ -232,13 +229,13 @@ class GlobalViewExtended(tf.distribute.StrategyExtended):
 
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> input_lib.MeshDataset:
         del options
-        return input_lib.MeshDataset(dataset, self._mesh)
+        return input_lib.MeshDataset(dataset, self._input_mesh)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable, options: Any) -> input_lib.MeshDataset:
         del options
         context = tf.distribute.InputContext(num_replicas_in_sync=self._mesh.data_size)
         group = input_lib.concatenate_groups(self._mesh.data_size)
-        return input_lib.MeshDataset(dataset_fn(context), self._mesh, group)
+        return input_lib.MeshDataset(dataset_fn(context), self._input_mesh, group)
 
     def _experimental_distribute_values_from_function(self, value_fn: Callable) -> Any:
         count = self._mesh.data_size
@@ -277,3 +274,4 @@ compat.save_once(
     wait=lambda model: dtensor.barrier(compat.strategy_of(model).mesh.dtensor_mesh, timeout_in_ms=600_000),
 )
 training.install(_is_global)
+steps.track_losses_by_step(lambda: variables.step_owner() is not None, steps.reduced_share)

@@ -48,13 +48,12 @@ def distribute(batch: Any, mesh: Mesh) -> Any:
     Raises:
         ValueError: a ragged, sparse or text tensor, or a batch with no examples.
     """
-    leaves = [leaf for leaf in tf.nest.flatten(batch) if not _is_absent(leaf)]
-    for leaf in leaves:
-        _refuse(leaf)
+    batch = check(batch)
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
     divides = all(leaf.shape[0] % mesh.data_size == 0 for leaf in map(tf.convert_to_tensor, leaves) if leaf.shape.rank)
 
     def lay_out(leaf: Any) -> Any:
-        if _is_absent(leaf):
+        if leaf is None:
             return None
         if tf.is_tensor(leaf) and dtensor.is_dtensor(leaf):
             return leaf
@@ -65,9 +64,17 @@ def distribute(batch: Any, mesh: Mesh) -> Any:
     return tf.nest.map_structure(lay_out, batch)
 
 
-def _is_absent(leaf: Any) -> bool:
-    """Keras wraps a missing target or weight in an Optional so that `tf.data` can carry it."""
-    return leaf is None or isinstance(leaf, tf.experimental.Optional)
+def check(batch: Any) -> Any:
+    """A batch with None for what is missing, which Keras wraps in an Optional so that `tf.data` can carry it.
+
+    Raises:
+        ValueError: a ragged, sparse or text tensor, or a batch with no examples.
+    """
+    batch = tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch)
+    for leaf in tf.nest.flatten(batch):
+        if leaf is not None:
+            _refuse(leaf)
+    return batch
 
 
 def _refuse(leaf: Any) -> None:
@@ -92,12 +99,12 @@ class MeshDataset(tf.distribute.DistributedDataset):
 
     Args:
         dataset: a batched `tf.data.Dataset`.
-        mesh: where the batches go.
+        mesh: where the batches go; None: they stay on the host, for pipeline stages that take their parts of them.
         group: called with an iterator of host batches, returns an iterator of global batches. Left out: each batch of
             the dataset is a global batch.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, mesh: Mesh, group: Callable[[Iterator], Iterator] | None = None):
+    def __init__(self, dataset: tf.data.Dataset, mesh: Mesh | None, group: Callable[[Iterator], Iterator] | None = None):
         for spec in tf.nest.flatten(dataset.element_spec):
             _refuse(spec)
         self._dataset, self._mesh, self._group = dataset, mesh, group or (lambda batches: batches)
@@ -129,7 +136,7 @@ class MeshDataset(tf.distribute.DistributedDataset):
 class MeshIterator:
     """Draws host batches and puts each on the mesh."""
 
-    def __init__(self, batches: Iterator[Any], mesh: Mesh):
+    def __init__(self, batches: Iterator[Any], mesh: Mesh | None):
         self._batches, self._mesh = batches, mesh
 
     def __iter__(self) -> MeshIterator:
@@ -138,7 +145,8 @@ class MeshIterator:
     def __next__(self) -> Any:
         if not tf.executing_eagerly():
             raise NotImplementedError(_LOOP_IN_PYTHON)
-        return distribute(next(self._batches), self._mesh)
+        batch = next(self._batches)
+        return batch if self._mesh is None else distribute(batch, self._mesh)
 
     def get_next(self) -> Any:
         """The next batch; `tf.errors.OutOfRangeError` at the end, as of `tf.distribute.DistributedIterator`."""

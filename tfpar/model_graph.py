@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -29,12 +30,13 @@ class ModelGraph:
     outputs: list[tf.Tensor]
 
 
-def trace(model: keras.Model, inputs: Any) -> ModelGraph:
+def trace(model: keras.Model, inputs: Any, forward: Callable[[Any], Any] | None = None) -> ModelGraph:
     """Traces `model(inputs, training=True)`; no variable is read or changed.
 
     Args:
         model: a built model.
         inputs: a structure of `keras.KerasTensor`, or anything with a shape and a dtype, as `model` takes.
+        forward: what to trace on the inputs instead of the model.
 
     Returns:
         The graph, whose calls of functions are not looked into.
@@ -44,16 +46,16 @@ def trace(model: keras.Model, inputs: Any) -> ModelGraph:
     """
     shapes = [tuple(leaf.shape)[1:] for leaf in keras.tree.flatten(inputs)]
     if all(None not in shape for shape in shapes):
-        return _trace(model, inputs, 0)
+        return _trace(model, inputs, forward, 0)
     for length in LENGTHS:
         try:
-            return _trace(model, inputs, length)
+            return _trace(model, inputs, forward, length)
         except (ValueError, tf.errors.InvalidArgumentError) as error:
             failure = error
     raise failure
 
 
-def _trace(model: keras.Model, inputs: Any, length: int) -> ModelGraph:
+def _trace(model: keras.Model, inputs: Any, forward: Callable[[Any], Any] | None, length: int) -> ModelGraph:
     graph = compat.FuncGraph("forward")  # other than a tf.Graph, it takes constants that were made outside of it
     with graph.as_default():
         names, mapping = {}, []
@@ -68,7 +70,7 @@ def _trace(model: keras.Model, inputs: Any, length: int) -> ModelGraph:
             inputs,
         )
         with keras.StatelessScope(state_mapping=mapping):
-            outputs = model(values, training=True)
+            outputs = forward(values) if forward else model(values, training=True)
         outputs = [tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(outputs)]
     return ModelGraph(graph.get_operations(), names, outputs)
 

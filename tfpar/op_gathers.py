@@ -46,7 +46,7 @@ def gathered(value: Any, user: str, dims: Dims = lambda dim: True) -> tf.Tensor:
         if rank - sum(whole) <= 1 or not value.shape.is_fully_defined():
             none = not value.shape.is_fully_defined()
             spec = [dtensor.UNSHARDED if none or whole[dim] else _MATCH for dim in range(rank)]
-            return dtensor.relayout(value, variables.step_owner().mesh.layout(spec))
+            return dtensor.relayout(value, variables.step_mesh().layout(spec))
         order = sorted(range(rank), key=lambda dim: whole[dim]) if whole[0] else list(range(rank))
         value = value if order == list(range(rank)) else tf.transpose(value, order)
         merged: list[int] = []

@@ -61,7 +61,7 @@ def scatter_nd(scatter: Callable) -> Callable:
 
 def _may_be_split(value: tf.Tensor) -> bool:
     """Whether a step's layouts can split the last dim of a value."""
-    mesh = variables.step_owner().mesh
+    mesh = variables.step_mesh()
     return mesh.size > mesh.data_size and value.shape.is_fully_defined() and value.shape.rank > 1
 
 

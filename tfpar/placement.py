@@ -21,6 +21,7 @@ from tfpar import compat, devices, model_graph
 from tfpar.autolayout import MODEL, AutoLayout
 from tfpar.layouts import Decision, LayoutMap, Spec
 from tfpar.mesh import DATA, Mesh
+from tfpar.pipeline.plan import Pipeline
 from tfpar.variables import MeshVariable
 
 Layouts = str | AutoLayout | LayoutMap | Mapping[str, Any] | Callable[[keras.Model], LayoutMap] | None
@@ -33,11 +34,13 @@ class Placement:
         mesh: the devices and axes.
         layouts: a `LayoutMap` (or the dict for one), or what decides when the model is complete: "auto", an `AutoLayout`,
             or a function of the model that returns a `LayoutMap`. None: every variable is replicated.
+        pipeline: cuts models into stages, each of which holds its own variables; None without the axis `pipe`.
     """
 
-    def __init__(self, mesh: Mesh, layouts: Layouts = None):
+    def __init__(self, mesh: Mesh, layouts: Layouts = None, pipeline: Pipeline | None = None):
         layouts = AutoLayout() if layouts == "auto" else layouts
-        self._mesh = mesh
+        self._whole, self.pipeline = mesh, pipeline
+        self._mesh = mesh = pipeline.meshes[0] if pipeline else mesh
         self._auto = layouts if isinstance(layouts, AutoLayout) and mesh.axes.get(layouts.axis, 1) > 1 else None
         layouts = layouts.rules if isinstance(layouts, AutoLayout) else layouts
         self._plan = layouts if callable(layouts) and not isinstance(layouts, Mapping) else None
@@ -57,9 +60,9 @@ class Placement:
         with tf.init_scope(), tf.device(devices.host()):
             value = tf.convert_to_tensor(initial() if callable(initial) else initial, dtype=kwargs.get("dtype"))
             follows = reference if _can_follow(reference, value) else None
-            layout = follows.layout if follows is not None else self._mesh.layout(self._first_spec(path, maker, value))
+            layouts = [self._whole.layout(self._first_spec(path, maker, value))] if follows is None else follows.layouts
             return MeshVariable(
-                value, mesh_layout=layout, path=path, follows=follows, gather_axes=frozenset({DATA}), **options
+                value, mesh_layouts=layouts, path=path, follows=follows, gather_axes=frozenset({DATA}), **options
             )
 
     def settle(self, model: keras.Model, batch: Any = None) -> None:
@@ -86,8 +89,11 @@ class Placement:
             decisions = {id(variable): _by_rule(rules, variable, self._mesh) for variable in model.variables}
         if self._plan or self._auto:
             _check_axes_used(self._mesh, {axis for decision in decisions.values() for axis in decision.spec})
+        if self._plan or self._auto or self.pipeline:
+            homes = self.pipeline.homes(model, batch) if self.pipeline else {}
             for variable in model.variables:
-                compat.native(variable).place(self._mesh.layout(decisions[id(variable)].spec))
+                meshes = self.pipeline.meshes_of(homes[id(variable)]) if self.pipeline else [self._mesh]
+                compat.native(variable).place(*(mesh.layout(decisions[id(variable)].spec) for mesh in meshes))
         self._settled[model], self._basis[model] = decisions, _basis(model, batch)
 
     def _knows_more(self, model: keras.Model, batch: Any) -> bool:
@@ -105,8 +111,8 @@ class Placement:
         rank = value.shape.rank
         if isinstance(maker, (keras.optimizers.Optimizer, keras.metrics.Metric)):
             return (None,) * rank
-        if self._plan is not None or self._auto is not None:
-            return _spread(value.shape, self._mesh)
+        if self._plan is not None or self._auto is not None or self.pipeline is not None:
+            return _spread(value.shape, self._whole)
         pattern, spec = self._rules.match(path, value.shape, self._mesh)
         self._matched.add(pattern)
         return spec

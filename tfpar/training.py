@@ -18,38 +18,31 @@ from tfpar import collectives, compat, describe, errors, input as input_lib, op_
 def install(is_global: Callable[[Any], bool]) -> None:
     """Makes Keras ask this file for its functions where `is_global(strategy)` holds."""
 
-    def choose(model: keras.Model) -> type[GlobalViewTrainer] | None:
+    def choose(model: keras.Model) -> GlobalViewTrainer | None:
         built_under, compiled_under = model.distribute_strategy, compat.strategy_of(getattr(model, "optimizer", None))
         if is_global(compiled_under) and built_under is not compiled_under:
             raise errors.outside_scope(model, compiled_under)
-        return GlobalViewTrainer if is_global(built_under) else None
+        return built_under.trainer if is_global(built_under) else None
 
     compat.install_trainer(choose)
 
 
 class GlobalViewTrainer:
-    """Builds a model's step functions. Stateless: a namespace that `compat.install_trainer` calls."""
+    """Builds a model's step functions; `compat.install_trainer` calls it."""
 
-    @staticmethod
-    def train_function(model: keras.Model) -> Callable[[Iterable], Any]:
-        return _over_batches(model, _step(model, model.train_step, is_training=True))
+    def train_function(self, model: keras.Model) -> Callable[[Iterable], Any]:
+        """Takes an iterator of host batches, trains on `steps_per_execution` of them, returns the last logs."""
+        return over_batches(model, _step(model, model.train_step, is_training=True))
 
-    @staticmethod
-    def test_function(model: keras.Model) -> Callable[[Iterable], Any]:
-        return _over_batches(model, _step(model, model.test_step))
+    def test_function(self, model: keras.Model) -> Callable[[Iterable], Any]:
+        """The same for evaluation."""
+        return over_batches(model, _step(model, model.test_step))
 
-    @staticmethod
-    def predict_function(model: keras.Model) -> Callable[[list], Any]:
-        step = _step(model, model.predict_step)
+    def predict_function(self, model: keras.Model) -> Callable[[list], Any]:
+        """Takes a list of host batches, returns the outputs for all."""
+        return joined_outputs(_step(model, model.predict_step))
 
-        def predict(batches: list) -> Any:
-            outputs = [transfer.all_to_host(step(batch)) for batch in batches]
-            return tf.nest.map_structure(lambda *parts: parts[0] if len(parts) == 1 else tf.concat(parts, 0), *outputs)
-
-        return predict
-
-    @staticmethod
-    def symbolic_build(model: keras.Model, iterator: Any, data_batch: Any) -> None:
+    def symbolic_build(self, model: keras.Model, iterator: Any, data_batch: Any) -> None:
         """Builds from the dataset's specs, so that no batch of the user's data is drawn for it."""
         model.distribute_strategy.check_owns(model)
         if iterator is not None:
@@ -80,8 +73,7 @@ def _step(model: keras.Model, step: Callable, is_training: bool = False) -> Call
 
     def one_step(batch: Any) -> Any:
         batch = input_lib.distribute(batch, strategy.mesh)
-        if not model.built:
-            _build(model, batch)
+        build(model, batch)
         strategy.lay_out(model, batch)
         with errors.explained(model, strategy):
             return execute(batch)
@@ -89,8 +81,10 @@ def _step(model: keras.Model, step: Callable, is_training: bool = False) -> Call
     return one_step
 
 
-def _build(model: keras.Model, batch: Any) -> None:
+def build(model: keras.Model, batch: Any) -> None:
     """Makes the variables of a model that `predict` meets unbuilt, so that none is made while a step is traced."""
+    if model.built:
+        return
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
     symbolic = keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype.name), inputs)
     with model.distribute_strategy.scope():
@@ -124,7 +118,17 @@ class _Traced:
             return outputs
 
 
-def _over_batches(model: keras.Model, step: Callable[[Any], Any]) -> Callable[[Iterable], Any]:
+def joined_outputs(step: Callable[[Any], Any]) -> Callable[[list], Any]:
+    """The outputs of a step on several batches, as one."""
+
+    def predict(batches: list) -> Any:
+        outputs = [transfer.all_to_host(step(batch)) for batch in batches]
+        return tf.nest.map_structure(lambda *parts: parts[0] if len(parts) == 1 else tf.concat(parts, 0), *outputs)
+
+    return predict
+
+
+def over_batches(model: keras.Model, step: Callable[[Any], Any]) -> Callable[[Iterable], Any]:
     """`steps_per_execution` steps; the last one's logs as ordinary tensors. StopIteration where no batch is left."""
 
     watch = errors.NanWatch(model)

@@ -16,7 +16,7 @@ import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,27 +24,38 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfpar import compat, devices, transfer
+from tfpar.mesh import Mesh
 
 _step = threading.local()
 
 
 class StepView:
-    """While entered, on this thread, variables of `owner` are what a traced step sees: shards, not whole values."""
+    """While entered, on this thread, variables of `owner` are what a traced step sees: shards, not whole values.
 
-    def __init__(self, owner: tf.distribute.Strategy):
-        self._owner = owner
+    Args:
+        owner: the strategy whose step is traced.
+        mesh: where the step runs, if that is a part of the strategy's mesh: a pipeline stage's.
+    """
+
+    def __init__(self, owner: tf.distribute.Strategy, mesh: Mesh | None = None):
+        self._entered = owner, mesh or owner.mesh
 
     def __enter__(self):
-        self._outer = getattr(_step, "owner", None)
-        _step.owner = self._owner
+        self._outer = getattr(_step, "owner", None), getattr(_step, "mesh", None)
+        _step.owner, _step.mesh = self._entered
 
     def __exit__(self, *error):
-        _step.owner = self._outer
+        _step.owner, _step.mesh = self._outer
 
 
 def step_owner() -> tf.distribute.Strategy | None:
     """The strategy whose step is being traced on this thread, None in eager code and outside `strategy.run`."""
     return None if tf.executing_eagerly() else getattr(_step, "owner", None)
+
+
+def step_mesh() -> Mesh | None:
+    """The mesh that the step that is being traced on this thread runs on, None elsewhere."""
+    return None if step_owner() is None else _step.mesh
 
 
 @tf.custom_gradient
@@ -71,7 +82,8 @@ class MeshVariable(dtensor.DVariable):
 
     Args:
         initial_value: a whole value of any kind TensorFlow converts.
-        mesh_layout: how to split it.
+        mesh_layouts: how to split it, and on which mesh. More than one: it has a copy on each mesh, of which a step
+            sees the one on its own mesh; the first counts everywhere else.
         path: the Keras path, for messages and tables.
         gather_axes: axes whose split is undone on each read in a step (those that also split the batch).
         follows: the variable whose layout this one takes over, for an optimizer's slot.
@@ -82,7 +94,7 @@ class MeshVariable(dtensor.DVariable):
         self,
         initial_value: Any,
         *,
-        mesh_layout: dtensor.Layout,
+        mesh_layouts: Sequence[dtensor.Layout],
         path: str,
         gather_axes: frozenset[str] = frozenset(),
         follows: MeshVariable | None = None,
@@ -90,7 +102,9 @@ class MeshVariable(dtensor.DVariable):
     ):
         with tf.device(devices.host()):
             value = tf.convert_to_tensor(initial_value, dtype=kwargs.get("dtype"))
-        super().__init__(transfer.to_mesh(value, mesh_layout), **kwargs)
+        self._copies: list[tuple[dtensor.Layout, tf.Tensor]] = []
+        super().__init__(transfer.to_mesh(value, mesh_layouts[0]), **kwargs)
+        self._copies += [self._copy(value, layout) for layout in mesh_layouts[1:]]
         self.path = path
         self._traced = False
         self._gather_axes = gather_axes
@@ -104,16 +118,41 @@ class MeshVariable(dtensor.DVariable):
     @property
     def handle(self) -> tf.Tensor:
         """The resource that holds the shards."""
-        return self._shards_handle
+        return self._here()[1]
 
     @property
     def _handle(self) -> Any:
         """A proxy: TensorFlow's eager fast path takes only the resource itself, to read past `_read_variable_op`."""
-        return weakref.proxy(self._shards_handle)
+        return weakref.proxy(self.handle)
 
     @_handle.setter
     def _handle(self, handle: tf.Tensor) -> None:
-        self._shards_handle = handle
+        self._copies[:1] = [(self._first_layout, handle)]
+
+    @property
+    def layout(self) -> dtensor.Layout:
+        """How the shards that a step sees, or those of the first copy, are split."""
+        return self._here()[0]
+
+    @layout.setter
+    def layout(self, layout: dtensor.Layout) -> None:
+        """TensorFlow sets it when a variable is made, before the handle."""
+        self._first_layout = layout
+
+    @property
+    def layouts(self) -> list[dtensor.Layout]:
+        """The layout of each copy."""
+        return [layout for layout, _ in self._copies]
+
+    def _here(self) -> tuple[dtensor.Layout, tf.Tensor]:
+        """The copy on the mesh of the step that is being traced on this thread, else the first."""
+        mesh = step_mesh()
+        here = (copy for copy in self._copies if mesh is not None and copy[0].mesh == mesh.dtensor_mesh)
+        return next(here, self._copies[0])
+
+    def _copy(self, value: tf.Tensor, layout: dtensor.Layout) -> tuple[dtensor.Layout, tf.Tensor]:
+        variable = dtensor.DVariable(transfer.to_mesh(value, layout), dtype=self.dtype, name=self._handle_name[:-2])
+        return layout, variable.handle
 
     @property
     def traced(self) -> bool:
@@ -125,23 +164,22 @@ class MeshVariable(dtensor.DVariable):
         """The variables that take over this one's layout: an optimizer's slots."""
         return [follower for follower in (reference() for reference in self._followers) if follower is not None]
 
-    def place(self, layout: dtensor.Layout) -> None:
-        """Moves the value, and all that follows this variable, to another layout or mesh.
+    def place(self, *layouts: dtensor.Layout) -> None:
+        """Moves the value, and all that follows this variable, to other layouts or meshes, one copy for each.
 
         A variable that a traced step uses stays where it is, with a warning: the step holds its present shards.
         """
-        if layout != self.layout and self._traced:
+        if list(layouts) != self.layouts and self._traced:
             warnings.warn(
                 f"The variable {self.path!r} keeps its first layout, because a step that uses it was traced before its "
                 "layout was decided; the numbers do not change. Call strategy.lay_out(model) before the first step.",
                 stacklevel=2,
             )
-        elif layout != self.layout:
-            moved = dtensor.DVariable(transfer.to_mesh(self.shards(), layout), dtype=self.dtype, name=self._handle_name[:-2])
-            self._handle = moved.handle
-            self.layout = layout
+        elif list(layouts) != self.layouts:
+            value = transfer.to_host(self.shards())
+            self._copies = [self._copy(value, layout) for layout in layouts]
         for follower in self.followers:
-            follower.place(layout)
+            follower.place(*layouts)
 
     def shards(self) -> tf.Tensor:
         """The value as a DTensor, eagerly, without gathering it."""
@@ -193,9 +231,10 @@ class MeshVariable(dtensor.DVariable):
         value = tf.cast(transfer.to_host(tf.convert_to_tensor(value, dtype_hint=self.dtype)), self.dtype)
         if value.shape != self.shape:
             raise ValueError(f"The variable {self.path!r} has the shape {self.shape}, got a value of shape {value.shape}.")
-        shards = transfer.to_mesh(value, self.layout)
-        with dtensor.default_mesh(self.layout.mesh):
-            tf.raw_ops.AssignVariableOp(resource=self.handle, value=shards)
+        for layout, handle in self._copies:
+            shards = transfer.to_mesh(value, layout)
+            with dtensor.default_mesh(layout.mesh):
+                tf.raw_ops.AssignVariableOp(resource=handle, value=shards)
         return self if read_value else None
 
     def assign_add(self, delta: Any, use_locking=None, name=None, read_value: bool = True):
@@ -220,6 +259,12 @@ class MeshVariable(dtensor.DVariable):
             raise RuntimeError(
                 f"The variable {self.path!r} of {self._distribute_strategy!r} is {action} in a step of {owner!r}. "
                 "Build the model, its metrics and its optimizer in the scope of the strategy that trains them."
+            )
+        mesh = step_mesh()
+        if mesh is not None and all(layout.mesh != mesh.dtensor_mesh for layout in self.layouts):
+            raise RuntimeError(
+                f"The variable {self.path!r} is {action} in a pipeline stage that does not hold it. A stage holds the "
+                "variables of the layers that it calls; one that other layers use too must be an attribute of each."
             )
         self._traced = self._traced or owner is not None
         return owner is not None

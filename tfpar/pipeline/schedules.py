@@ -49,6 +49,7 @@ class Schedule:
         microbatches: how many a batch is cut into.
         stages: how many the model is cut into, over all devices.
         actions: per device, in order.
+        forward_only: whether it has forwards alone, for evaluation.
 
     Example:
 
@@ -63,6 +64,7 @@ class Schedule:
     microbatches: int
     stages: int
     actions: tuple[tuple[Action, ...], ...]
+    forward_only: bool = False
 
     def __post_init__(self):
         check(self)
@@ -202,6 +204,26 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 }
 
 
+def restricted(schedule: Schedule, microbatches: int, forward_only: bool = False) -> Schedule:
+    """A schedule for a batch of fewer micro-batches, or without backwards.
+
+    Args:
+        schedule: any schedule.
+        microbatches: how many there are; the actions of others are left out.
+        forward_only: whether to leave out all backwards.
+
+    Returns:
+        The schedule with the actions that are left, in the same order.
+    """
+    if microbatches == schedule.microbatches and not forward_only:
+        return schedule
+    kept = [
+        [a for a in actions if a.microbatch < microbatches and not (forward_only and a.kind != FORWARD)]
+        for actions in schedule.actions
+    ]
+    return Schedule(schedule.name, microbatches, schedule.stages, tuple(map(tuple, kept)), forward_only)
+
+
 def needs(action: Action, stages: int, splits_backward: bool) -> list[Action]:
     """The actions whose results an action needs.
 
@@ -233,7 +255,8 @@ def check(schedule: Schedule) -> None:
         ValueError: an action is missing, done twice, unknown or on two devices of one stage, or all devices wait.
     """
     found = [action for actions in schedule.actions for action in actions]
-    kinds = (FORWARD, INPUT, WEIGHT) if schedule.splits_backward else (FORWARD, BACKWARD)
+    backward = (INPUT, WEIGHT) if schedule.splits_backward else (BACKWARD,)
+    kinds = (FORWARD,) if schedule.forward_only else (FORWARD, *backward)
     wanted = [Action(k, s, i) for k in kinds for s in range(schedule.stages) for i in range(schedule.microbatches)]
     known, number = set(wanted), collections.Counter(found)
     for action in found:
