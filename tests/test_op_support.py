@@ -46,6 +46,12 @@ OPERATIONS = {
     "rolled": lambda x: tf.roll(x, [1, 2], [0, 1]),
     "repeated": lambda x: tf.repeat(tf.repeat(x, 2, 0), [1, 2, 0, 3], 1),
     "product with itself": lambda x: tf.matmul(x, x, transpose_b=True),
+    "sort, split": lambda x: split_last(tf.sort(x, 1)),
+    "slice of rows": lambda x: split_last(tf.slice(x, [2, 0], [4, -1]))[None],
+    "einsum of all dims": lambda x: tf.einsum("...a,ab->...b", tf.reshape(x, (4, 2, 4)), MATRIX),
+    "einsum of first dims": lambda x: tf.einsum("a...,ab->b...", tf.transpose(x), MATRIX),
+    "rfft": lambda x: tf.abs(tf.signal.rfft(x, [6])),
+    "irfft": lambda x: tf.signal.irfft(tf.complex(x, 2 * x)) + tf.signal.irfft(tf.complex(x[:, :3], x[:, 1:]), [5])[:, :1],
     "map_fn": lambda x: tf.map_fn(lambda row: tf.reduce_sum(row**2), x),
     "keras map": lambda x: keras.ops.map(lambda row: row**2, x),
     "foldl": lambda x: tf.foldl(lambda total, row: total * row, x),
@@ -66,6 +72,7 @@ OPERATIONS = {
     "resize": lambda x: tf.cast(tf.image.resize(x[:, None, None], (2, 2)), x.dtype),
     "cholesky": lambda x: tf.linalg.cholesky(0.1 * tf.reshape(x, (8, 2, 2)) + 3 * np.eye(2)),
 }
+MATRIX = RNG.randn(4, 4)
 KERNEL, KERNEL4, MIX = RNG.randn(2, 2, 1, 3), RNG.randn(1, 1, 4, 4), RNG.randn(2, 4)
 LAYOUTS = {"batch": ("data", None), "columns": (None, "model"), "both": ("data", "model")}
 
@@ -111,6 +118,13 @@ def test_value_and_gradient(name, layout):
     actual = in_a_step(compute, layout)
     assert [a.shape for a in actual] == [e.shape for e in expected]
     parity.assert_close(expected, actual, 1e-6 if name in ("ctc", "resize") else 1e-12)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_inner_product(layout):
+    """That of Keras has no known size on one device, so it is compared with a product of matrices."""
+    expected = tf.function(value_and_gradient(lambda x: tf.matmul(x, X, transpose_b=True)))(tf.constant(X))
+    parity.assert_close(expected, in_a_step(value_and_gradient(lambda x: keras.ops.inner(x, X)), layout), 1e-12)
 
 
 @pytest.mark.parametrize("rank", [3, 4, 5])

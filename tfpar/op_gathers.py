@@ -172,7 +172,7 @@ GATHERED: dict[str, Rule] = {
     "Tile": _where(0, amount=1, none=1),
     **_each(_last(2), "Cholesky CholeskyGrad MatrixInverse MatrixDeterminant LogMatrixDeterminant Qr Svd Lu"),
     **_each(_last(2), "SelfAdjointEigV2 MatrixSolve MatrixTriangularSolve MatrixSolveLs"),
-    **_each(_last(1), "FFT IFFT RFFT IRFFT"),
+    **_each(_last(1), "FFT IFFT RFFT IRFFT TopKV2"),
     **_each(_last(2), "FFT2D IFFT2D RFFT2D IRFFT2D"),
     **_each(_last(3), "FFT3D IFFT3D RFFT3D IRFFT3D"),
 }
@@ -223,4 +223,4 @@ def _gather_result(value: Any) -> Any:
 def functions() -> list[str]:
     """The Python functions that add the operations of `GATHERED`: "Conv2DBackpropInput" is conv2d_backprop_input."""
     kinds = [kind for kind in GATHERED if "MatMul" not in kind]
-    return [re.sub(r"(?<=[a-z0-9DN])(?=[A-Z][a-z0-9]|V$)", "_", kind).lower() for kind in kinds]
+    return [re.sub(r"(?<=[a-z0-9DN])(?=[A-Z][a-z0-9]|V$|KV)", "_", kind).lower() for kind in kinds]

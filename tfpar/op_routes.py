@@ -5,7 +5,8 @@ Each wrapper takes the function and returns one with the same arguments; `op_sup
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import string
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -110,6 +111,20 @@ def strided_slice(strided_slice: Callable) -> Callable:
     return whole
 
 
+def static_slice(dynamic: Callable) -> Callable:
+    """`tf.slice`, whose result has no known size in TensorFlow's partitioning, also where the size is known."""
+
+    def static(input, begin, size, name=None):
+        first, number = (tf.get_static_value(tf.convert_to_tensor(value)) for value in (begin, size))
+        if first is None or number is None:
+            return dynamic(input, begin, size, name=name)
+        input = tf.convert_to_tensor(input)
+        ends = [a + n if n >= 0 else whole for a, n, whole in zip(first, number, input.shape)]
+        return tf.strided_slice(input, first, ends, name=name)
+
+    return static
+
+
 def lookup(gather: Callable) -> Callable:
     """The gradient of looked-up rows is dense, before anything (clipping, loss scale) sees it. Rows that are split would be
     gathered, the whole table on each device.
@@ -133,7 +148,9 @@ def einsum(einsum: Callable) -> Callable:
     """
 
     def one_split(inputs, equation, **kwargs):
-        terms, _, result = equation.replace(" ", "").partition("->")
+        inputs = [tf.convert_to_tensor(value) for value in inputs]
+        equation = _without_ellipsis(equation.replace(" ", ""), inputs)
+        terms, _, result = equation.partition("->")
         terms = terms.split(",")
         if len(terms) == 2 and "." not in equation:
             summed = [label for label in terms[0] if label in terms[1] and label not in result]
@@ -145,6 +162,23 @@ def einsum(einsum: Callable) -> Callable:
         return einsum(inputs, equation, **kwargs)
 
     return one_split
+
+
+def _without_ellipsis(equation: str, inputs: Sequence[tf.Tensor]) -> str:
+    """The equation with a label for each dim of "...", which TensorFlow does not partition; itself, if dims broadcast."""
+    terms, _, result = equation.partition("->")
+    free = [label for label in string.ascii_letters if label not in equation]
+    sizes: dict[str, int] = {}
+    spelled = []
+    for term, value in zip(terms.split(","), inputs):
+        dims = value.shape.rank - len(term.replace("...", ""))
+        labels = "".join(free[len(free) - dims :]) if "..." in term and dims else ""
+        first = term.find("...")
+        if any(sizes.setdefault(label, value.shape[first + i]) != value.shape[first + i] for i, label in enumerate(labels)):
+            return equation
+        spelled.append((term.replace("...", labels), labels))
+    longest = max((labels for _, labels in spelled), key=len)
+    return ",".join(term for term, _ in spelled) + "->" + result.replace("...", longest)
 
 
 def grouped_conv(conv: Callable) -> Callable:
@@ -219,3 +253,15 @@ def bincount(bincount: Callable) -> Callable:
         return tf.reduce_max(hot, dims) if binary_output else tf.reduce_sum(hot, dims)
 
     return counted
+
+
+def inner(inner: Callable) -> Callable:
+    """`keras.ops.inner`, which asks for the number of dims when the step runs."""
+
+    def known(x1, x2):
+        x1, x2 = tf.convert_to_tensor(x1), tf.convert_to_tensor(x2)
+        if x1.dtype != x2.dtype or not x1.dtype.is_floating or not x1.shape.rank or not x2.shape.rank:
+            return inner(x1, x2)
+        return tf.tensordot(x1, x2, [[-1], [-1]])
+
+    return known

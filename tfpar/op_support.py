@@ -5,8 +5,8 @@
              the table is found when TensorFlow refuses it, and the step is tried again.
     some     an expansion for some splits only: what else is split is gathered before, see `op_gathers.py`.
     wrong    an expansion that gives other numbers without an error where a certain dim is split, or none that a table
-             mends: another function takes its place in a step (`op_routes.py`, `op_loops.py`, `op_ctc.py`), or, where
-             nothing helps, it is refused.
+             mends: another function takes its place in a step (`op_routes.py`, `op_loops.py`, `op_ctc.py`, `op_fft.py`),
+             or, where nothing helps, it is refused.
 
 The audit, `python -m tfpar.op_support --audit`, finds them; docs/op_support.md is what it found last. Each entry of
 `WRONG` and `KERAS` has a test with the right value.
@@ -22,7 +22,7 @@ from collections.abc import Callable
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfpar import compat, op_ctc, op_gathers, op_loops, op_routes, variables
+from tfpar import compat, op_ctc, op_fft, op_gathers, op_loops, op_routes, variables
 
 _VARIABLE = "DTENSOR_ENABLE_REPLICATED_SPMD_AS_DEFAULT_TF."
 _REFUSED = re.compile(r"'tf\.(\w+)' op does not implement layout propagation")
@@ -110,12 +110,15 @@ WRONG = {
     "boolean_mask": op_routes.refused,
     "sparse_softmax_cross_entropy_with_logits": op_routes.sparse_cross_entropy,
     "strided_slice": op_routes.strided_slice,
+    "_slice": op_routes.static_slice,
     "conv2d": op_routes.grouped_conv,
     "conv3d": op_routes.grouped_conv,
     "pack": op_routes.pack,
     "unpack": op_routes.unpack,
     "bincount as bincount": op_routes.bincount,
     "repeat": op_routes.repeat,
+    "rfft as rfft": op_fft.rfft,
+    "irfft as irfft": op_fft.irfft,
     "matrix_exponential as expm": op_routes.fatal,
     "map_fn_v2 as map_fn": op_loops.map_fn,
     "foldl_v2 as foldl": op_loops.fold(reverse=False),
@@ -127,6 +130,7 @@ KERAS = {
     "core.scan": op_loops.keras_scan,
     "core.associative_scan": op_loops.keras_associative_scan,
     "nn.ctc_loss": op_ctc.ctc_loss,
+    "numpy.inner": op_routes.inner,
 }
 
 
