@@ -47,6 +47,10 @@ OPERATIONS = {
     "repeated": lambda x: tf.repeat(tf.repeat(x, 2, 0), [1, 2, 0, 3], 1),
     "product with itself": lambda x: tf.matmul(x, x, transpose_b=True),
     "sort, split": lambda x: split_last(tf.sort(x, 1)),
+    "squeeze": lambda x: split_last(tf.squeeze(x[:, None, :, None], [1, -1]) * tf.squeeze(x[:, None])),
+    "depthwise convolution of lines": lambda x: split_first(
+        keras.ops.depthwise_conv(tf.reshape(x, (4, 4, 2)), KERNEL[:, 0, :, :2].reshape(2, 2, 1), 1, "same")
+    ),
     "slice of rows": lambda x: split_last(tf.slice(x, [2, 0], [4, -1]))[None],
     "einsum of all dims": lambda x: tf.einsum("...a,ab->...b", tf.reshape(x, (4, 2, 4)), MATRIX),
     "einsum of first dims": lambda x: tf.einsum("a...,ab->b...", tf.transpose(x), MATRIX),
@@ -87,6 +91,12 @@ def split_last(x):
     """The tensor, in a step with model in its last dim."""
     owner = variables.step_owner()
     return x if owner is None else dtensor.relayout(x, owner.mesh.layout([None] * (x.shape.rank - 1) + ["model"]))
+
+
+def split_first(x):
+    """The tensor, in a step with data in its first dim."""
+    owner = variables.step_owner()
+    return x if owner is None else dtensor.relayout(x, owner.mesh.layout(["data"] + [None] * (x.shape.rank - 1)))
 
 
 def in_a_step(function, layout):

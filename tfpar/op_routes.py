@@ -125,6 +125,20 @@ def static_slice(dynamic: Callable) -> Callable:
     return static
 
 
+def squeeze(squeeze: Callable) -> Callable:
+    """A reshape: what uses the result of a squeeze could make TensorFlow compute a shard of another shape."""
+
+    def reshaped(input, axis=None, name=None):
+        value = tf.convert_to_tensor(input)
+        named = np.ravel([] if axis is None else axis).astype(int)
+        if not value.shape.is_fully_defined() or any(value.shape[dim] != 1 for dim in named):  # an error that says so
+            return squeeze(input, axis, name=name)
+        dims = {dim % value.shape.rank for dim in named} or {dim for dim, size in enumerate(value.shape) if size == 1}
+        return tf.reshape(value, [size for dim, size in enumerate(value.shape) if dim not in dims], name=name)
+
+    return reshaped
+
+
 def lookup(gather: Callable) -> Callable:
     """The gradient of looked-up rows is dense, before anything (clipping, loss scale) sees it. Rows that are split would be
     gathered, the whole table on each device.

@@ -111,6 +111,7 @@ WRONG = {
     "sparse_softmax_cross_entropy_with_logits": op_routes.sparse_cross_entropy,
     "strided_slice": op_routes.strided_slice,
     "_slice": op_routes.static_slice,
+    "squeeze": op_routes.squeeze,
     "conv2d": op_routes.grouped_conv,
     "conv3d": op_routes.grouped_conv,
     "pack": op_routes.pack,
