@@ -380,3 +380,12 @@ def test_a_trained_number(float64):
     build = lambda: parity.compiled(functional(lambda x: Scaled(name="scaled")(glu(x))))  # noqa: E731
     strategy, model = check(build, SEQUENCES, RNG.randn(8, 6, 16), "data=2,model=2", expected)
     assert {row.path: row.reason for row in strategy.describe(model)}["scaled/scale"] == "auto: a scalar"
+
+
+def test_a_constant_between_layers(float64):
+    def outputs(x):
+        positions = ops.reshape(ops.arange(96.0, dtype="float64"), (6, 16)) / 96
+        return layers.Dense(16, name="down")(layers.Dense(32, activation="gelu", name="up")(x + positions))
+
+    expected = {"up/kernel": 1, "up/bias": 0, "down/kernel": 0}
+    check(lambda: parity.compiled(functional(outputs)), SEQUENCES, RNG.randn(8, 6, 16), "data=2,model=2", expected)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import keras
 import numpy as np
 import pytest
 from model_coverage import case, page, run
@@ -43,6 +44,18 @@ def test_the_page_is_what_the_results_say():
 def test_wrong_numbers_are_a_failure_with_a_cause(mesh, noise, ok, monkeypatch):
     trained = iter([({"0 w": np.full(2, value)}, [1.0], 0) for value in (1.0, mesh, noise)])
     monkeypatch.setattr(case, "train", lambda *args: next(trained))
+    monkeypatch.setattr(case, "has_float32_inside", lambda case: False)
     (result,) = case.compare(case.Case(lambda: None), ("data=2",))
     assert result["ok"] is ok
     assert ok is not False or "w is 1.0e-01 off" in result["cause"]
+
+
+@pytest.mark.parametrize(("softmax_dtype", "found"), [(None, False), ("float32", True)])
+def test_a_model_of_float64_that_computes_in_float32_is_found(softmax_dtype, found, float64):
+    def build():
+        inputs = keras.Input((4,))
+        positions = keras.ops.arange(4, dtype="float32")  # depends on no input and no weight
+        x = keras.layers.Dense(4)(inputs) + keras.ops.cast(positions, "float64")
+        return keras.Model(inputs, keras.layers.Softmax(dtype=softmax_dtype)(x))
+
+    assert case.has_float32_inside(case.Case(build)) is found

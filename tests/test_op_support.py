@@ -12,7 +12,7 @@ from keras import layers
 from tensorflow.experimental import dtensor
 
 import tfpar
-from tfpar import input as input_lib, op_gathers, op_support, transfer, variables
+from tfpar import input as input_lib, op_gathers, op_support, op_warnings, transfer, variables
 
 RNG = np.random.RandomState(0)
 X, LABELS = RNG.randn(8, 4), np.arange(8, dtype="int32") % 4
@@ -46,6 +46,16 @@ OPERATIONS = {
     "rolled": lambda x: tf.roll(x, [1, 2], [0, 1]),
     "repeated": lambda x: tf.repeat(tf.repeat(x, 2, 0), [1, 2, 0, 3], 1),
     "product with itself": lambda x: tf.matmul(x, x, transpose_b=True),
+    "sort, split": lambda x: split_last(tf.sort(x, 1)),
+    "squeeze": lambda x: split_last(tf.squeeze(x[:, None, :, None], [1, -1]) * tf.squeeze(x[:, None])),
+    "depthwise convolution of lines": lambda x: split_first(
+        keras.ops.depthwise_conv(tf.reshape(x, (4, 4, 2)), KERNEL[:, 0, :, :2].reshape(2, 2, 1), 1, "same")
+    ),
+    "slice of rows": lambda x: split_last(tf.slice(x, [2, 0], [4, -1]))[None],
+    "einsum of all dims": lambda x: tf.einsum("...a,ab->...b", tf.reshape(x, (4, 2, 4)), MATRIX),
+    "einsum of first dims": lambda x: tf.einsum("a...,ab->b...", tf.transpose(x), MATRIX),
+    "rfft": lambda x: tf.abs(tf.signal.rfft(x, [6])),
+    "irfft": lambda x: tf.signal.irfft(tf.complex(x, 2 * x)) + tf.signal.irfft(tf.complex(x[:, :3], x[:, 1:]), [5])[:, :1],
     "map_fn": lambda x: tf.map_fn(lambda row: tf.reduce_sum(row**2), x),
     "keras map": lambda x: keras.ops.map(lambda row: row**2, x),
     "foldl": lambda x: tf.foldl(lambda total, row: total * row, x),
@@ -66,6 +76,7 @@ OPERATIONS = {
     "resize": lambda x: tf.cast(tf.image.resize(x[:, None, None], (2, 2)), x.dtype),
     "cholesky": lambda x: tf.linalg.cholesky(0.1 * tf.reshape(x, (8, 2, 2)) + 3 * np.eye(2)),
 }
+MATRIX = RNG.randn(4, 4)
 KERNEL, KERNEL4, MIX = RNG.randn(2, 2, 1, 3), RNG.randn(1, 1, 4, 4), RNG.randn(2, 4)
 LAYOUTS = {"batch": ("data", None), "columns": (None, "model"), "both": ("data", "model")}
 
@@ -80,6 +91,12 @@ def split_last(x):
     """The tensor, in a step with model in its last dim."""
     owner = variables.step_owner()
     return x if owner is None else dtensor.relayout(x, owner.mesh.layout([None] * (x.shape.rank - 1) + ["model"]))
+
+
+def split_first(x):
+    """The tensor, in a step with data in its first dim."""
+    owner = variables.step_owner()
+    return x if owner is None else dtensor.relayout(x, owner.mesh.layout(["data"] + [None] * (x.shape.rank - 1)))
 
 
 def in_a_step(function, layout):
@@ -111,6 +128,13 @@ def test_value_and_gradient(name, layout):
     actual = in_a_step(compute, layout)
     assert [a.shape for a in actual] == [e.shape for e in expected]
     parity.assert_close(expected, actual, 1e-6 if name in ("ctc", "resize") else 1e-12)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_inner_product(layout):
+    """That of Keras has no known size on one device, so it is compared with a product of matrices."""
+    expected = tf.function(value_and_gradient(lambda x: tf.matmul(x, X, transpose_b=True)))(tf.constant(X))
+    parity.assert_close(expected, in_a_step(value_and_gradient(lambda x: keras.ops.inner(x, X)), layout), 1e-12)
 
 
 @pytest.mark.parametrize("rank", [3, 4, 5])
@@ -159,7 +183,7 @@ def test_chosen_dims_are_whole_and_others_stay_split(chosen):
     value = RNG.randn(4, 4, 4, 4)
     for spec in itertools.permutations(["data", "model", None, None]):
         x = transfer.to_mesh(value, strategy.mesh.layout(spec))
-        result = strategy.run(tf.function(lambda x: op_gathers.gathered(x, chosen.__contains__) * 1.0), args=(x,))
+        result = strategy.run(tf.function(lambda x: op_gathers.gathered(x, "test", chosen.__contains__) * 1.0), args=(x,))
         found = dtensor.fetch_layout(result).sharding_specs
         for dim, axis in enumerate(spec):
             kept = axis and dim not in chosen
@@ -187,25 +211,57 @@ def test_metrics_on_such_operations(metric, float64):
     parity.assert_parity(build, lambda m: m.fit(x, y, batch_size=8, epochs=2, verbose=0))
 
 
-def test_an_operation_missing_from_the_table_is_found_and_named_once(monkeypatch, float64):
-    monkeypatch.delenv(op_support._VARIABLE + "REVERSEV2")
-    monkeypatch.setattr(op_support, "_warned", set())
+class Calls(keras.Layer):
+    """A function as a layer."""
 
-    class Backwards(keras.Layer):
-        def call(self, x):
-            return tf.reverse(x, [1])
+    def __init__(self, function, name=None):
+        super().__init__(name=name)
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+
+def warnings_of(*parts, **parity_options):
+    """What a training of a layer "up" and the parts says about operations that run whole; its numbers are right."""
+    op_warnings._warned.clear()
+    x, y = parity.regression(24)
 
     def build():
         return parity.compiled(
-            keras.Sequential([keras.Input((8,)), layers.Dense(8, name="up"), Backwards(name="back"), layers.Dense(1)])
+            keras.Sequential([keras.Input((8,)), layers.Dense(8, name="up"), *[part() for part in parts], layers.Dense(1)])
         )
 
-    x, y = parity.regression(24)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        parity.assert_parity(build, lambda m: m.fit(x, y, batch_size=8, epochs=2, verbose=0))
-    messages = [str(w.message) for w in caught if "cannot partition" in str(w.message)]
-    assert len(messages) == 1 and "ReverseV2" in messages[0] and "back" in messages[0]
+        parity.assert_parity(build, lambda m: m.fit(x, y, batch_size=8, epochs=2, verbose=0), **parity_options)
+    return [str(w.message) for w in caught if "The numbers are right" in str(w.message)]
+
+
+def test_an_operation_missing_from_the_table_is_found_and_named_once(float64):
+    assert not op_support.is_replicated("ReverseSequence")
+    (message,) = warnings_of(lambda: Calls(lambda x: tf.reverse_sequence(x, [8] * 8, seq_axis=1), name="back"))
+    assert "ReverseSequence (in 'sequential_1/back_1')" in message
+    # forward and backward, each with an input and a result of 8 × 8 numbers of 8 bytes
+    assert "computes the whole of it, 2.0 KiB of inputs and results in a step" in message
+
+
+def test_a_cost_that_is_not_known_is_a_lower_limit(float64):
+    def kept(x):
+        return tf.TensorArray(x.dtype, 8).unstack(x).stack()
+
+    assert any("TensorListStack" in m and "at least" in m for m in warnings_of(lambda: Calls(kept, name="list")))
+
+
+def test_an_operation_that_gathers_what_is_split_is_named_with_its_bytes(float64):
+    def part():
+        return Calls(lambda x: tf.concat(tf.split(x, [3, 5], 1)[::-1], 1), name="halves")
+
+    rules = {r".*up/kernel": (None, "model"), r".*up/bias": ("model",)}
+    assert not [m for m in warnings_of(part, mesh="data=4") if "reads tensors whole" in m]
+    messages = warnings_of(part, mesh="data=2,model=2", layouts=rules)
+    (message,) = [m for m in messages if "SplitV" in m]
+    assert "halves" in message and "every device gathers 256 B for it" in message  # 8 / 2 × 8 numbers of 8 bytes
 
 
 @pytest.mark.parametrize(
@@ -218,17 +274,6 @@ def test_an_operation_missing_from_the_table_is_found_and_named_once(monkeypatch
 def test_what_would_end_the_process_is_refused(operation, sentence):
     with pytest.raises(NotImplementedError, match=sentence):
         in_a_step(operation, "batch")
-
-
-class Calls(keras.Layer):
-    """A function as a layer."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def call(self, x):
-        return self.function(x)
 
 
 IMAGES, IDS = RNG.randn(16, 6, 6, 4), RNG.randint(0, 6, (16, 3)).astype("int32")

@@ -32,7 +32,11 @@ def test_live_bytes_are_those_of_the_schedule(schedule):
     peaks = strategy.trainer.last[model].memory.peaks
     bound = simulation.simulate(strategy.trainer.pipeline.schedule).live_activations
     assert all(size > 0 for size in alone)
-    assert [peak / size for peak, size in zip(peaks, alone)] == pytest.approx(bound)
+    kept = [peak / size for peak, size in zip(peaks, alone)]
+    if schedule == "zb-h1":  # the first part of a backward frees what the second does not need
+        assert all(1 < number <= limit for number, limit in zip(kept, bound))
+    else:
+        assert kept == pytest.approx(bound)
 
 
 def test_recomputation_keeps_no_activations():

@@ -1,5 +1,7 @@
 """When a layout is decided, what a device holds meanwhile, and the table that says so."""
 
+import re
+
 import keras
 import numpy as np
 import parity
@@ -50,6 +52,7 @@ def test_describe_tells_what_devices_hold(layouts):
     assert slot.kind == "slot" and slot.layout == (None, "model") and slot.device_bytes == 8192
     assert rows["m/1_down/bias"].reason == "no rule matches" and rows["m/1_down/bias"].layout == (None,)
     text = str(table)
+    assert re.search(r"0_up/kernel .* 8.0 KiB .*  rule '\.\*up/kernel'$", text, re.MULTILINE)
     assert "0_up/kernel" in text and "-, model" in text and "Each device holds" in text and "replicated" in text
     model.fit(np.ones((8, 64)), np.ones((8, 64)), verbose=0)
     assert (live_bytes(model) == strategy.describe(model).device_bytes).all()

@@ -82,16 +82,16 @@ class Description:
         lines = [_HEADER, *(_cells(row, slots.get(row.path, [])) for row in self.rows if row.kind != "slot")]
         rest = slots.get(None, [])
         if rest:
-            lines.append((f"optimizer: {len(rest)} scalars", "", "", "replicated", *_sizes([], rest)))
+            lines.append((f"optimizer: {len(rest)} scalars", "", "", "replicated", *_sizes([], rest), ""))
         own = [row for row in self.rows if row.kind != "slot"]
-        lines.append(("total", "", "", f"{len(self.rows)} variables", *_sizes(own, sum(slots.values(), []))))
+        lines.append(("total", "", "", f"{len(self.rows)} variables", *_sizes(own, sum(slots.values(), [])), ""))
         widths = [max(len(line[i]) for line in lines) for i in range(len(_HEADER))]
         text = [_join(line, widths) for line in lines]
         rule = "-" * max(map(len, text))
-        held = ", ".join(map(_size, self.stage_bytes)) or _size(self.device_bytes)
+        held = ", ".join(map(size_text, self.stage_bytes)) or size_text(self.device_bytes)
         each = "The devices of the stages hold" if self.stage_bytes else "Each device holds"
-        footer = f"{each} {held} of {_size(self.bytes)}."
-        sent = [f"{number} {kind}s of {_size(size)}" for kind, number, size in collectives.summary(self.collectives)]
+        footer = f"{each} {held} of {size_text(self.bytes)}."
+        sent = [f"{number} {kind}s of {size_text(size)}" for kind, number, size in collectives.summary(self.collectives)]
         traffic = [f"A training step has {', '.join(sent)}."] if sent else []
         return "\n".join([self.title, rule, text[0], rule, *text[1:-1], rule, text[-1], footer, *traffic])
 
@@ -99,7 +99,7 @@ class Description:
 
 
 _collectives: weakref.WeakKeyDictionary[keras.Model, tuple[Collective, ...]] = weakref.WeakKeyDictionary()
-_HEADER = ("variable", "shape", "dtype", "layout", "whole", "per device", "slots per device")
+_HEADER = ("variable", "shape", "dtype", "layout", "whole", "per device", "slots per device", "why")
 
 
 def describe(strategy: Any, model: keras.Model) -> Description:
@@ -195,23 +195,24 @@ def _cells(row: Row, slots: list[Row]) -> tuple[str, ...]:
     if row.stages:
         layout += f" on stage {', '.join(map(str, row.stages))}"
     shape = " × ".join(str(dim) for dim in row.shape) or "scalar"
-    return row.path, shape, row.dtype, layout, *_sizes([row], slots)
+    return row.path, shape, row.dtype, layout, *_sizes([row], slots), row.reason
 
 
 def _sizes(own: list[Row], slots: list[Row]) -> tuple[str, str, str]:
     whole, device = sum(row.bytes for row in own), sum(row.device_bytes for row in own)
     held = sum(row.device_bytes for row in slots)
-    return tuple(_size(number) if rows else "" for number, rows in ((whole, own), (device, own), (held, slots)))
+    return tuple(size_text(number) if rows else "" for number, rows in ((whole, own), (device, own), (held, slots)))
 
 
 def _join(cells: tuple[str, ...], widths: list[int]) -> str:
     """Text to the left, sizes to the right."""
-    parts = [cell.rjust(width) if i >= 4 else cell.ljust(width) for i, (cell, width) in enumerate(zip(cells, widths))]
+    sizes = range(4, len(cells) - 1)
+    parts = [cell.rjust(width) if i in sizes else cell.ljust(width) for i, (cell, width) in enumerate(zip(cells, widths))]
     return "  ".join(parts).rstrip()
 
 
-def _size(number: int) -> str:
-    """1536 gives "1.5 KiB"."""
+def size_text(number: int) -> str:
+    """A number of bytes in words: 1536 gives "1.5 KiB"."""
     size, units = float(number), ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]

@@ -9,6 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfpar import compat
+
 EXAMPLES = 2  # the batch that the graph is made for; its size does not matter
 LENGTHS = (16, 64, 224)  # tried for dims whose size is not known, such as the length of a sequence or the width of an image
 
@@ -54,7 +56,7 @@ def trace(model: keras.Model, inputs: Any, forward: Callable[[Any], Any] | None 
 
 
 def _trace(model: keras.Model, inputs: Any, forward: Callable[[Any], Any] | None, length: int) -> ModelGraph:
-    graph = tf.Graph()
+    graph = compat.FuncGraph("forward")  # other than a tf.Graph, it takes constants that were made outside of it
     with graph.as_default():
         names, mapping = {}, []
         for variable in model.variables:

@@ -34,7 +34,7 @@ from absl import flags
 from tensorflow.experimental import dtensor
 
 import tfpar
-from tfpar import op_cases, op_cases_nn, op_support, op_table, transfer, variables
+from tfpar import op_cases, op_cases_nn, op_support, op_table, op_warnings, transfer, variables
 
 _AUDIT = flags.DEFINE_bool("audit", False, "run the operations of op_cases.py on all shardings")
 _ONLY = flags.DEFINE_string("only", ".*", "a regular expression for the names of the operations to run")
@@ -47,6 +47,7 @@ SECONDS_PER_CASE = 60.0
 CASES_PER_WORKER = 400  # a process keeps all that it traced
 CASES: dict[str, op_cases.Case] = op_cases.CASES | op_cases_nn.CASES
 
+_MOVES = "output layout of Relayout op"  # in the text of an error about two moves of one tensor, as only the audit has them
 _RUNNING = "function_node"  # in the text of an error that a partitioned function met while it ran
 
 Spec = tuple[str | None, ...]
@@ -91,8 +92,8 @@ def uses(name: str, number: int) -> list[tuple[str, ...]]:
     return [ways[(i + i // (number // 3)) % 3] if number % 9 == 0 else ways[i % 3] for i in range(number)]
 
 
-def _used(result: tf.Tensor, use: tuple[str, ...]) -> tf.Tensor:
-    """The result, split by what follows it."""
+def _used(result: tf.Tensor, use: tuple[str, ...], moved: bool) -> tf.Tensor:
+    """The result, split by what follows it: moved to that split, or met by a tensor that has it."""
     owner = variables.step_owner()
     if not use or owner is None or not result.shape.rank or not result.shape.is_fully_defined():
         return result
@@ -100,11 +101,15 @@ def _used(result: tf.Tensor, use: tuple[str, ...]) -> tf.Tensor:
     for dim, axis in ((-1, use[1]), (0, use[0])):
         if result.shape[dim] % AXES[axis] == 0:
             spec[dim] = axis
-    return dtensor.relayout(result, owner.mesh.layout(spec))
+    if moved:
+        return dtensor.relayout(result, owner.mesh.layout(spec))
+    if result.dtype == tf.bool:
+        return result
+    return result + dtensor.relayout(tf.zeros(result.shape, result.dtype), owner.mesh.layout(spec))
 
 
 def values_and_gradients(
-    function: Callable[..., Any], sharding: Sharding = (), use: tuple[str, ...] = ()
+    function: Callable[..., Any], sharding: Sharding = (), use: tuple[str, ...] = (), moved: bool = True
 ) -> Callable[..., list[tf.Tensor]]:
     """The results of a function, and the gradients of a weighted sum of them with regard to its floating inputs, split as
     these are, which is what an optimizer does.
@@ -115,7 +120,7 @@ def values_and_gradients(
         with tf.GradientTape() as tape:
             tape.watch(watched)
             results = [tf.convert_to_tensor(result) for result in tf.nest.flatten(function(*inputs))]
-            results = [_used(result, use) for result in results]
+            results = [_used(result, use, moved) for result in results]
             total = tf.add_n([_weighted(result) for result in results if result.dtype.is_floating] or [0.0])
         gradients = tape.gradient(total, watched) if watched else []
         layouts = [spec for value, spec in zip(inputs, sharding) if value.dtype.is_floating] or [None] * len(watched)
@@ -142,20 +147,24 @@ def one_device(name: str) -> list[np.ndarray]:
 def outcome(name: str, sharding: Sharding, use: tuple[str, ...], strategy: tf.distribute.Strategy) -> tuple[str, str]:
     """Runs one case on one sharding of its inputs: one of `op_table.OUTCOMES`, and what is to be said about it."""
     expected, (function, inputs) = one_device(name), CASES[name]
-    compute = values_and_gradients(function, sharding, use)
+    moved = bool(use)
     layouts = [strategy.mesh.layout(spec) for spec in sharding]
     inputs = tuple(transfer.to_mesh(value, layout) for value, layout in zip(inputs, layouts))
     while True:
-        step = tf.function(lambda *values: strategy.run(compute, args=values), autograph=False)
+        compute = values_and_gradients(function, sharding, use, moved)
+        step = tf.function(lambda *values, compute=compute: strategy.run(compute, args=values), autograph=False)
         try:
             actual = [np.asarray(result) for result in transfer.all_to_host(step(*inputs))]
             break
         except Exception as error:
             operation = op_support.refused(error) if isinstance(error, tf.errors.OpError) else None
-            if operation is None or op_support.is_replicated(operation):
+            if operation is not None and not op_support.is_replicated(operation):
+                op_support.replicate(operation)
+            elif moved and _MOVES in _shortened(error):
+                moved = False
+            else:
                 return "refused", _shortened(error)
-            op_support.replicate(operation)
-    operations = list(op_support.all_operations(step.get_concrete_function(*inputs).graph))
+    operations = list(op_warnings.all_operations(step.get_concrete_function(*inputs).graph))
     if [a.shape for a in actual] != [e.shape for e in expected]:
         return "WRONG", f"shapes {[a.shape for a in actual]}"
     errors = [_error(a, e) for a, e in zip(actual, expected)]
@@ -199,10 +208,10 @@ def serve() -> None:
 
 
 class Worker:
-    """A process that runs cases, started when it is needed and after it died."""
+    """A process that runs cases, started when it is needed and after it died; `program` is what it runs."""
 
-    def __init__(self):
-        self._process, self._cases = None, 0
+    def __init__(self, program: str = "from tfpar import op_audit; op_audit.serve()"):
+        self._program, self._process, self._cases = program, None, 0
 
     def run(self, *case: Any) -> tuple[str, str]:
         """One case's outcome, "died" where the process does not live to tell it."""
@@ -238,7 +247,7 @@ class Worker:
     def _start(self) -> None:
         self._cases = 0
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from tfpar import op_audit; op_audit.serve()"],
+            [sys.executable, "-c", self._program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -22,8 +22,8 @@ def ctc_loss(original: Callable) -> Callable:
     """`keras.ops.ctc_loss`, with the same arguments: labels (batch, L), logits (batch, time, classes), their lengths."""
 
     def loss(target, output, target_length, output_length, mask_index=0):
-        target = op_gathers.gathered(tf.cast(target, tf.int32), lambda dim: dim > 0)
-        output = op_gathers.gathered(output, lambda dim: dim > 0)
+        target = op_gathers.gathered(tf.cast(target, tf.int32), "ctc_loss", lambda dim: dim > 0)
+        output = op_gathers.gathered(output, "ctc_loss", lambda dim: dim > 0)
         dtype, length, steps = output.dtype, target.shape[1], output.shape[1]
         if length is None or steps is None:
             return original(target, output, target_length, output_length, mask_index)

@@ -17,6 +17,7 @@ from tensorflow.experimental import dtensor
 from tfpar import variables
 
 _MATCH = "match"  # in a relayout: leave this dim as it is
+_SCOPE = re.compile(r"(?:^|(?<=/))whole_for_(\w+?)(?:_\d+)?/")  # in the names of the operations that gather
 
 RESULTS = -1  # what stands for the results beside the numbers of the inputs
 
@@ -24,29 +25,46 @@ Dims = Callable[[int], bool]
 Rule = Callable[[list[tf.Tensor]], dict[int, Dims]]
 
 
-def gathered(value: Any, dims: Dims = lambda dim: True) -> tf.Tensor:
+def gathered(value: Any, user: str, dims: Dims = lambda dim: True) -> tf.Tensor:
     """The tensor with the chosen dims whole on every device.
 
     A relayout can leave at most one dim as it is. To leave more, each chosen dim is merged into one before it and taken
     apart again: of merged dims DTensor keeps only the split of the first. This moves and costs nothing where the dim is
     whole already.
+
+    Args:
+        value: the tensor.
+        user: the operation that needs it whole; it is part of the names of what is added, see `user_of`.
+        dims: tells which dims must be whole; all by default.
     """
     value = tf.convert_to_tensor(value)
     rank = value.shape.rank
     if not any(map(dims, range(rank))):
         return value
     whole = [dims(dim) or value.shape[dim] == 1 for dim in range(rank)]
-    if rank - sum(whole) <= 1 or not value.shape.is_fully_defined():
-        none = not value.shape.is_fully_defined()
-        spec = [dtensor.UNSHARDED if none or whole[dim] else _MATCH for dim in range(rank)]
-        return dtensor.relayout(value, variables.step_mesh().layout(spec))
-    order = sorted(range(rank), key=lambda dim: whole[dim]) if whole[0] else list(range(rank))
-    value = value if order == list(range(rank)) else tf.transpose(value, order)
-    merged: list[int] = []
-    for size, join in zip(value.shape, (whole[dim] for dim in order)):
-        merged[len(merged) - join :] = [merged[-1] * size] if join else [size]
-    value = tf.reshape(tf.identity(tf.reshape(value, merged)), value.shape)
-    return value if order == list(range(rank)) else tf.transpose(value, np.argsort(order))
+    with tf.name_scope(f"whole_for_{user}"):
+        if rank - sum(whole) <= 1 or not value.shape.is_fully_defined():
+            none = not value.shape.is_fully_defined()
+            spec = [dtensor.UNSHARDED if none or whole[dim] else _MATCH for dim in range(rank)]
+            return dtensor.relayout(value, variables.step_mesh().layout(spec))
+        order = sorted(range(rank), key=lambda dim: whole[dim]) if whole[0] else list(range(rank))
+        value = value if order == list(range(rank)) else tf.transpose(value, order)
+        merged: list[int] = []
+        for size, join in zip(value.shape, (whole[dim] for dim in order)):
+            merged[len(merged) - join :] = [merged[-1] * size] if join else [size]
+        value = tf.reshape(tf.identity(tf.reshape(value, merged)), value.shape)
+        return value if order == list(range(rank)) else tf.transpose(value, np.argsort(order))
+
+
+def user_of(name: str) -> str | None:
+    """The operation for which an operation of this name gathers, None where it gathers for none."""
+    match = _SCOPE.search(f"{name}/")
+    return match[1] if match else None
+
+
+def without_scope(name: str) -> str:
+    """An operation's name without what `gathered` added to it."""
+    return _SCOPE.sub("", f"{name}/").removesuffix("/")
 
 
 def _all(dim: int) -> bool:
@@ -154,7 +172,7 @@ GATHERED: dict[str, Rule] = {
     "Tile": _where(0, amount=1, none=1),
     **_each(_last(2), "Cholesky CholeskyGrad MatrixInverse MatrixDeterminant LogMatrixDeterminant Qr Svd Lu"),
     **_each(_last(2), "SelfAdjointEigV2 MatrixSolve MatrixTriangularSolve MatrixSolveLs"),
-    **_each(_last(1), "FFT IFFT RFFT IRFFT"),
+    **_each(_last(1), "FFT IFFT RFFT IRFFT TopKV2"),
     **_each(_last(2), "FFT2D IFFT2D RFFT2D IRFFT2D"),
     **_each(_last(3), "FFT3D IFFT3D RFFT3D IRFFT3D"),
 }
@@ -179,7 +197,7 @@ def gather_inputs(kind: str, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
     if any(value.shape.rank is None for value in inputs):
         return inputs
     dims = GATHERED[kind](inputs)
-    return [gathered(value, dims[i]) if i in dims else value for i, value in enumerate(inputs)]
+    return [gathered(value, kind, dims[i]) if i in dims else value for i, value in enumerate(inputs)]
 
 
 def gather_results(function: Callable) -> Callable:
@@ -199,10 +217,10 @@ def _gather_result(value: Any) -> Any:
     if rule is None or value.shape.rank is None or any(given.shape.rank is None for given in value.op.inputs):
         return value
     dims = rule(list(value.op.inputs)).get(RESULTS)
-    return value if dims is None else gathered(value, dims)
+    return value if dims is None else gathered(value, value.op.type, dims)
 
 
 def functions() -> list[str]:
     """The Python functions that add the operations of `GATHERED`: "Conv2DBackpropInput" is conv2d_backprop_input."""
     kinds = [kind for kind in GATHERED if "MatMul" not in kind]
-    return [re.sub(r"(?<=[a-z0-9DN])(?=[A-Z][a-z0-9]|V$)", "_", kind).lower() for kind in kinds]
+    return [re.sub(r"(?<=[a-z0-9DN])(?=[A-Z][a-z0-9]|V$|KV)", "_", kind).lower() for kind in kinds]

@@ -5,7 +5,8 @@ Each wrapper takes the function and returns one with the same arguments; `op_sup
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import string
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -20,7 +21,8 @@ def whole(operation: Callable) -> Callable:
     """
 
     def whole(*args, name=None, **kwargs):
-        return gathered(operation(*(gathered(arg) for arg in args), name=name, **kwargs))
+        user = operation.__name__
+        return gathered(operation(*(gathered(arg, user) for arg in args), name=name, **kwargs), user)
 
     return whole
 
@@ -52,8 +54,8 @@ def scatter_nd(scatter: Callable) -> Callable:
     """As `whole`; 64-bit indices fail. It is also the gradient of `gather_nd`, `top_k` and `sort`."""
 
     def whole(indices, updates, shape, **kwargs):
-        indices, shape = tf.cast(gathered(indices), tf.int32), tf.cast(shape, tf.int32)
-        return gathered(scatter(indices, gathered(updates), shape, **kwargs))
+        indices, updates = tf.cast(gathered(indices, "scatter_nd"), tf.int32), gathered(updates, "scatter_nd")
+        return gathered(scatter(indices, updates, tf.cast(shape, tf.int32), **kwargs), "scatter_nd")
 
     return whole
 
@@ -102,10 +104,39 @@ def strided_slice(strided_slice: Callable) -> Callable:
             return result
         steps = tf.get_static_value(tf.convert_to_tensor(strides))
         if steps is not None and (steps < 0).any():
-            return gathered(strided_slice(gathered(input), begin, end, strides, **kwargs))
+            user = "strided_slice"
+            return gathered(strided_slice(gathered(input, user), begin, end, strides, **kwargs), user)
         return strided_slice(input, begin, end, strides, **kwargs)
 
     return whole
+
+
+def static_slice(dynamic: Callable) -> Callable:
+    """`tf.slice`, whose result has no known size in TensorFlow's partitioning, also where the size is known."""
+
+    def static(input, begin, size, name=None):
+        first, number = (tf.get_static_value(tf.convert_to_tensor(value)) for value in (begin, size))
+        if first is None or number is None:
+            return dynamic(input, begin, size, name=name)
+        input = tf.convert_to_tensor(input)
+        ends = [a + n if n >= 0 else whole for a, n, whole in zip(first, number, input.shape)]
+        return tf.strided_slice(input, first, ends, name=name)
+
+    return static
+
+
+def squeeze(squeeze: Callable) -> Callable:
+    """A reshape: what uses the result of a squeeze could make TensorFlow compute a shard of another shape."""
+
+    def reshaped(input, axis=None, name=None):
+        value = tf.convert_to_tensor(input)
+        named = np.ravel([] if axis is None else axis).astype(int)
+        if not value.shape.is_fully_defined() or any(value.shape[dim] != 1 for dim in named):  # an error that says so
+            return squeeze(input, axis, name=name)
+        dims = {dim % value.shape.rank for dim in named} or {dim for dim, size in enumerate(value.shape) if size == 1}
+        return tf.reshape(value, [size for dim, size in enumerate(value.shape) if dim not in dims], name=name)
+
+    return reshaped
 
 
 def lookup(gather: Callable) -> Callable:
@@ -131,16 +162,37 @@ def einsum(einsum: Callable) -> Callable:
     """
 
     def one_split(inputs, equation, **kwargs):
-        terms, _, result = equation.replace(" ", "").partition("->")
+        inputs = [tf.convert_to_tensor(value) for value in inputs]
+        equation = _without_ellipsis(equation.replace(" ", ""), inputs)
+        terms, _, result = equation.partition("->")
         terms = terms.split(",")
         if len(terms) == 2 and "." not in equation:
             summed = [label for label in terms[0] if label in terms[1] and label not in result]
             alone = [label for label in set(terms[0]) ^ set(terms[1]) if label not in result]
             whole = set(alone + summed[1:])
-            inputs = [gathered(value, lambda dim, term=term: term[dim] in whole) for value, term in zip(inputs, terms)]
+            inputs = [
+                gathered(value, "einsum", lambda dim, term=term: term[dim] in whole) for value, term in zip(inputs, terms)
+            ]
         return einsum(inputs, equation, **kwargs)
 
     return one_split
+
+
+def _without_ellipsis(equation: str, inputs: Sequence[tf.Tensor]) -> str:
+    """The equation with a label for each dim of "...", which TensorFlow does not partition; itself, if dims broadcast."""
+    terms, _, result = equation.partition("->")
+    free = [label for label in string.ascii_letters if label not in equation]
+    sizes: dict[str, int] = {}
+    spelled = []
+    for term, value in zip(terms.split(","), inputs):
+        dims = value.shape.rank - len(term.replace("...", ""))
+        labels = "".join(free[len(free) - dims :]) if "..." in term and dims else ""
+        first = term.find("...")
+        if any(sizes.setdefault(label, value.shape[first + i]) != value.shape[first + i] for i, label in enumerate(labels)):
+            return equation
+        spelled.append((term.replace("...", labels), labels))
+    longest = max((labels for _, labels in spelled), key=len)
+    return ",".join(term for term, _ in spelled) + "->" + result.replace("...", longest)
 
 
 def grouped_conv(conv: Callable) -> Callable:
@@ -192,7 +244,8 @@ def unpack(unpack: Callable) -> Callable:
 
     def gathered_rows(value, num, axis=0, name=None):
         value = tf.convert_to_tensor(value)
-        return unpack(gathered(value, lambda dim: dim == axis % value.shape.rank), num, axis=axis, name=name)
+        value = gathered(value, "unpack", lambda dim: dim == axis % value.shape.rank)
+        return unpack(value, num, axis=axis, name=name)
 
     return gathered_rows
 
@@ -214,3 +267,15 @@ def bincount(bincount: Callable) -> Callable:
         return tf.reduce_max(hot, dims) if binary_output else tf.reduce_sum(hot, dims)
 
     return counted
+
+
+def inner(inner: Callable) -> Callable:
+    """`keras.ops.inner`, which asks for the number of dims when the step runs."""
+
+    def known(x1, x2):
+        x1, x2 = tf.convert_to_tensor(x1), tf.convert_to_tensor(x2)
+        if x1.dtype != x2.dtype or not x1.dtype.is_floating or not x1.shape.rank or not x2.shape.rank:
+            return inner(x1, x2)
+        return tf.tensordot(x1, x2, [[-1], [-1]])
+
+    return known

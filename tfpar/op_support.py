@@ -5,8 +5,8 @@
              the table is found when TensorFlow refuses it, and the step is tried again.
     some     an expansion for some splits only: what else is split is gathered before, see `op_gathers.py`.
     wrong    an expansion that gives other numbers without an error where a certain dim is split, or none that a table
-             mends: another function takes its place in a step (`op_routes.py`, `op_loops.py`, `op_ctc.py`), or, where
-             nothing helps, it is refused.
+             mends: another function takes its place in a step (`op_routes.py`, `op_loops.py`, `op_ctc.py`, `op_fft.py`),
+             or, where nothing helps, it is refused.
 
 The audit, `python -m tfpar.op_support --audit`, finds them; docs/op_support.md is what it found last. Each entry of
 `WRONG` and `KERAS` has a test with the right value.
@@ -14,14 +14,15 @@ The audit, `python -m tfpar.op_support --audit`, finds them; docs/op_support.md 
 
 from __future__ import annotations
 
+import functools
 import os
 import re
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import tensorflow as tf
+from tensorflow.experimental import dtensor
 
-from tfpar import compat, op_ctc, op_gathers, op_loops, op_routes, variables
+from tfpar import compat, op_ctc, op_fft, op_gathers, op_loops, op_routes, variables
 
 _VARIABLE = "DTENSOR_ENABLE_REPLICATED_SPMD_AS_DEFAULT_TF."
 _REFUSED = re.compile(r"'tf\.(\w+)' op does not implement layout propagation")
@@ -77,8 +78,6 @@ REPLICATED = (
     "SoftsignGrad",
 )
 
-_warned: set[str] = set()
-
 
 def replicate(operation: str) -> None:
     """Lets one TensorFlow operation, named as in a graph ("AvgPoolGrad"), run replicated where it has no expansion."""
@@ -96,34 +95,6 @@ def refused(error: tf.errors.OpError) -> str | None:
     return match[1] if match else None
 
 
-def warn_replicated(graph: tf.Graph, operations: tuple[str, ...] = REPLICATED) -> None:
-    """Warns, once per kind of operation, where a traced step has operations that run replicated."""
-    wanted = set(operations) - _warned
-    for operation in all_operations(graph):
-        if operation.type in wanted and operation.type not in _warned:
-            _warned.add(operation.type)
-            warnings.warn(
-                f"TensorFlow cannot partition the operation {operation.type} (in {_layer(operation.name)!r}): its inputs "
-                "are gathered and every device computes the whole of it. The numbers are right; this part is not sped up.",
-                stacklevel=2,
-            )
-
-
-def all_operations(graph: tf.Graph) -> Iterator[tf.Operation]:
-    """The operations of a graph and of the functions in it."""
-    yield from graph.get_operations()
-    for function in getattr(graph, "_functions", {}).values():
-        inner = getattr(function, "graph", None)
-        if inner is not None and inner is not graph:
-            yield from inner.get_operations()
-
-
-def _layer(name: str) -> str:
-    """The layer part of an operation's name: "gradient_tape/model/pool/AvgPoolGrad" gives "model/pool"."""
-    parts = [part for part in name.split("/")[:-1] if part != "gradient_tape"]
-    return "/".join(parts) or name
-
-
 WRONG = {
     "einsum": op_routes.einsum,
     "arg_max": op_routes.argmax,
@@ -139,12 +110,16 @@ WRONG = {
     "boolean_mask": op_routes.refused,
     "sparse_softmax_cross_entropy_with_logits": op_routes.sparse_cross_entropy,
     "strided_slice": op_routes.strided_slice,
+    "_slice": op_routes.static_slice,
+    "squeeze": op_routes.squeeze,
     "conv2d": op_routes.grouped_conv,
     "conv3d": op_routes.grouped_conv,
     "pack": op_routes.pack,
     "unpack": op_routes.unpack,
     "bincount as bincount": op_routes.bincount,
     "repeat": op_routes.repeat,
+    "rfft as rfft": op_fft.rfft,
+    "irfft as irfft": op_fft.irfft,
     "matrix_exponential as expm": op_routes.fatal,
     "map_fn_v2 as map_fn": op_loops.map_fn,
     "foldl_v2 as foldl": op_loops.fold(reverse=False),
@@ -156,6 +131,7 @@ KERAS = {
     "core.scan": op_loops.keras_scan,
     "core.associative_scan": op_loops.keras_associative_scan,
     "nn.ctc_loss": op_ctc.ctc_loss,
+    "numpy.inner": op_routes.inner,
 }
 
 
@@ -176,6 +152,23 @@ def _in_steps(wrapper: Callable[[Callable], Callable]) -> Callable[[Callable], C
     return wrap
 
 
+def _as_constants(capture: Callable) -> Callable:
+    """Tensors from outside of a step, such as a table of positions, are constants in it: DTensor takes no others."""
+
+    @functools.wraps(capture)
+    def constant(graph, tensor, *args, **kwargs):
+        if variables.step_owner() is not None and not tf.is_symbolic_tensor(tensor) and tensor.dtype not in _NO_NUMBERS:
+            with tf.init_scope():
+                on_the_mesh = dtensor.is_dtensor(tensor)
+            tensor = tensor if on_the_mesh else tf.constant(tensor.numpy())
+        return capture(graph, tensor, *args, **kwargs)
+
+    return constant
+
+
+_NO_NUMBERS = (tf.resource, tf.variant, tf.string)
+
+
 def main() -> None:
     """`python -m tfpar.op_support --audit`"""
     from absl import app
@@ -189,6 +182,7 @@ if __name__ == "__main__":
     main()  # the operations are routed already: tfpar imports this file
 else:
     compat.before_operations(op_gathers.gather_inputs)
+    compat.FuncGraph.capture = _as_constants(compat.FuncGraph.capture)
     for _operation in op_gathers.functions():
         compat.route(_operation, _in_steps(op_gathers.gather_results))
     for _operation in REPLICATED:

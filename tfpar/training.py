@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import collectives, compat, describe, errors, input as input_lib, op_support, transfer
+from tfpar import collectives, compat, describe, errors, input as input_lib, op_support, op_warnings, transfer
 
 
 def install(is_global: Callable[[Any], bool]) -> None:
@@ -62,9 +62,12 @@ def _step(model: keras.Model, step: Callable, is_training: bool = False) -> Call
     def run(batch: Any) -> Any:
         return strategy.run(step, args=(batch,))
 
-    def report() -> None:
+    def report(graph: tf.Graph) -> None:
+        sent = collectives.of_new_programs()
+        op_warnings.warn_replicated(graph)
+        op_warnings.warn_gathered(graph, sent)
         if is_training:
-            describe.remember_collectives(model, collectives.of_new_programs())
+            describe.remember_collectives(model, sent)
 
     execute = run if model.run_eagerly else _Traced(run, report)
 
@@ -94,7 +97,7 @@ class _Traced:
     A refused step is traced anew before it is tried again: TensorFlow crashes on a function that it failed to partition.
     """
 
-    def __init__(self, run: Callable[[Any], Any], report: Callable[[], None]):
+    def __init__(self, run: Callable[[Any], Any], report: Callable[[tf.Graph], None]):
         self._run, self._function, self._report = run, tf.function(run), report
         self._graphs_seen = 0
 
@@ -107,17 +110,12 @@ class _Traced:
                 if operation is None or op_support.is_replicated(operation):
                     raise
                 op_support.replicate(operation)
-                self._warn(batch, (operation,))
-                self._function = tf.function(self._run)
+                self._function, self._graphs_seen = tf.function(self._run), 0
                 continue
             if self._function.experimental_get_tracing_count() > self._graphs_seen:
                 self._graphs_seen = self._function.experimental_get_tracing_count()
-                self._warn(batch)
-                self._report()
+                self._report(self._function.get_concrete_function(batch).graph)
             return outputs
-
-    def _warn(self, batch: Any, *operations: tuple[str, ...]) -> None:
-        op_support.warn_replicated(self._function.get_concrete_function(batch).graph, *operations)
 
 
 def joined_outputs(step: Callable[[Any], Any]) -> Callable[[list], Any]:

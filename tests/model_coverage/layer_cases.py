@@ -85,7 +85,9 @@ def table() -> dict[str, tuple[tuple[int, ...], dict]]:
         found[f"DepthwiseConv{rank}D"] = (shape, {"kernel_size": 3, "padding": "same"})
         for kind in ("Average", "Max"):
             found[f"Adaptive{kind}Pooling{rank}D"] = (shape, {"output_size": 2})
-        for kind in ("AveragePooling", "AvgPool", "MaxPool", "MaxPooling", "Cropping", "UpSampling", "ZeroPadding"):
+        for kind in ("AveragePooling", "AvgPool", "MaxPool", "MaxPooling"):
+            found[f"{kind}{rank}D"] = (shape, {"pool_size": 2})
+        for kind in ("Cropping", "UpSampling", "ZeroPadding"):
             found[f"{kind}{rank}D"] = (shape, {})
         for kind in ("AveragePooling", "AvgPool", "MaxPool", "MaxPooling"):
             found[f"Global{kind}{rank}D"] = (shape, {})

@@ -22,7 +22,8 @@ A layer stands between two `Dense` layers. A backbone has the tiny sizes of
 the smallest images that it takes and four classes.
 
 {versions}, on logical CPU devices; GPU and TPU: not yet run. Sentences of failures are TensorFlow's or Keras' own, cut
-short. "float32": the model fails in float64 on one device; there the largest difference is at most {single:.0e}.
+short. "float32": the model fails in float64 on one device; "float32 inside": its layers cast to float32 on the way, for a
+softmax or a norm. There the largest difference is at most {single:.0e}.
 """
 TITLES = {
     "layers": "Layers of keras.layers",
@@ -45,7 +46,7 @@ def cell(result: dict | None) -> str:
     kind = state(result)
     if kind == "ok":
         noise = f" (noise {result['floor']:.0e})" if "floor" in result else ""
-        single = "float32, " * (result.get("precision") == "float32")
+        single = "" if result["precision"] == "float64" else f"{result['precision']}, "
         return f"ok, {single}{result['error']:.0e}{noise}, {result['split']} of {result['weights']} split"
     cause = (result or {}).get("cause", "")
     cause = cause.replace("|", "\\|").replace("<", "&lt;").replace("`", "'").replace("[", "\\[")

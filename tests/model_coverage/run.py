@@ -2,7 +2,7 @@
 
     python -m model_coverage.run --only=layers/ --only=keras_hub/Bert --resume
 
-A process runs a few layers or one model; where it ends or breaks a limit, another takes the rest. One runs at a time.
+A process runs a few layers or models; where it ends, fails or breaks a limit, another takes the rest. One runs at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from model_coverage import application_cases, case as one_case, hub_cases, layer
 HERE = Path(__file__).parent
 GROUPS = {"layers": layer_cases, "keras_hub": hub_cases, "applications": application_cases}
 CHILD = "import json, sys; from model_coverage.case import main; main(*json.loads(sys.argv[1]))"
-TOGETHER = {"layers": 12, "keras_hub": 1, "applications": 1}
+TOGETHER = {"layers": 12, "keras_hub": 6, "applications": 1}
 
 FLAGS = flags.FlagValues()  # its own, because tests import this file beside other programs
 flags.DEFINE_multi_string(
@@ -104,11 +104,11 @@ def run(todo: list[str], meshes: list[str], keep) -> list[str]:
             cause = f"takes longer than {FLAGS.seconds} s"
         if cause:
             process.kill()
-    if process.wait() == 0:
-        return []
+    missing = [mesh for mesh in meshes if mesh not in done]
+    if process.wait() == 0:  # to the end, or to an error
+        return run(left[:1], missing, keep) + left[1:] if missing else left[1:]
     lost = [line for line in errors if "Check failed" in line or "Error" in line or "F0000" in line]
     cause = cause or f"the process ended with {process.returncode}: {(lost or errors or [''])[-1].strip()[:250]}"
-    missing = [mesh for mesh in meshes if mesh not in done]
     if missing:
         keep({"case": left[0], "mesh": missing[0], "ok": False, "cause": cause, "gigabytes": round(peak, 1)})
         if missing[1:] and "longer" not in cause:
@@ -134,6 +134,7 @@ def main(_) -> None:
         path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
 
     every = names()
+    versions = {name: importlib.metadata.version(name) for name in ("tensorflow", "keras", "keras-hub")}
     todo = [name for name in every if wanted(name, FLAGS.only)]
     if FLAGS.resume:
         todo = [name for name in todo if not set(FLAGS.mesh) <= set(results.get(name, {}))]
@@ -142,8 +143,7 @@ def main(_) -> None:
         some = [name for name in todo if name.startswith(group)][: TOGETHER[group]]
         left = run(some, FLAGS.mesh, keep)
         todo = left + [name for name in todo if name not in some]
-    versions = {name: importlib.metadata.version(name) for name in ("tensorflow", "keras", "keras-hub")}
-    Path(FLAGS.page).write_text(page.page(every, results, versions))
+        Path(FLAGS.page).write_text(page.page(every, results, versions))
 
 
 if __name__ == "__main__":

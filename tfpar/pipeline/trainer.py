@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfpar import collectives, describe, devices, errors, op_support, training, transfer
+from tfpar import collectives, describe, devices, errors, op_support, op_warnings, training, transfer
 from tfpar.compat import training as steps
 from tfpar.pipeline import batches, loss_parts, schedules, updates, workers
 from tfpar.pipeline.batches import MicroBatch
@@ -134,9 +134,18 @@ class Steps:
                 for variable, value in before:
                     variable.assign(value)
         self._trainer.last[self._model] = run
-        if is_new and mode == "train":
-            describe.remember_collectives(self._model, collectives.of_new_programs())
+        if is_new:
+            self._report(run, mode)
         return run, parts
+
+    def _report(self, run: Run, mode: str) -> None:
+        """Warns of what runs whole on every device, and remembers what devices send each other."""
+        sent = collectives.of_new_programs()
+        for graph in (phase.function.graph for program in run.programs[0] for phase in program.phases.values()):
+            op_warnings.warn_replicated(graph)
+            op_warnings.warn_gathered(graph, sent)
+        if mode == "train":
+            describe.remember_collectives(self._model, sent)
 
     def _totals(self, batch: batches.Batch, programs: list[list[StageProgram]]) -> list[float]:
         """What the losses are divided by on the whole batch, where that depends on masks or weights."""
