@@ -27,13 +27,13 @@ from absl import app, flags
 import tfpar
 from tfpar.models.gpt import gpt
 
-CASES = {  # of 4 micro-batches, each on its own devices
-    "pipe=2": {"schedule": "1f1b"},
-    "pipe=2,model=2": {"schedule": "1f1b"},
-    "pipe=2 gpipe": {"schedule": "gpipe"},
-    "pipe=2 zb-h1": {"schedule": "zb-h1"},
-    "pipe=2 interleaved": {"schedule": "interleaved"},
-    "pipe=2 recompute": {"schedule": "1f1b", "recompute": "stage"},
+CASES = {  # name: mesh and options
+    "1f1b": ("pipe=2", {"schedule": "1f1b"}),
+    "1f1b-model": ("pipe=2,model=2", {"schedule": "1f1b"}),
+    "gpipe": ("pipe=2", {"schedule": "gpipe"}),
+    "zb-h1": ("pipe=2", {"schedule": "zb-h1"}),
+    "interleaved": ("pipe=2", {"schedule": "interleaved"}),
+    "recompute": ("pipe=2", {"schedule": "1f1b", "recompute": "stage"}),
 }
 FLAGS = flags.FLAGS
 flags.DEFINE_list("cases", list(CASES), "Which cases to run beside one device.")
@@ -79,7 +79,8 @@ def main(argv: list[str]) -> None:
     cases["one device"], _ = tensorflow_case(None)
     for name in FLAGS.cases:
         print(name)
-        strategy = tfpar.HybridStrategy(name.split()[0], microbatches=FLAGS.microbatches, **CASES[name])
+        mesh, options = CASES[name]
+        strategy = tfpar.HybridStrategy(mesh, microbatches=FLAGS.microbatches, **options)
         cases[name], models[name] = tensorflow_case(strategy)
     if FLAGS.torch:
         from torch_worker import TorchCase

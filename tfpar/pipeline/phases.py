@@ -55,14 +55,14 @@ class Phase:
         function: takes `takes` in order and returns `gives`, then `keeps`.
         takes: the names of its groups of arguments: "inputs", "upstream", "accumulators", "F", "I".
         gives: how many results of its own it has.
-        keeps: how many tensors it keeps for later phases.
+        keeps: the bytes of each tensor that it keeps for later phases.
         kept: of each earlier phase, which of the tensors that it keeps this one takes.
     """
 
     function: Callable
     takes: tuple[str, ...]
     gives: int
-    keeps: int
+    keeps: tuple[int, ...]
     kept: dict[str, tuple[int, ...]]
 
 
@@ -176,7 +176,7 @@ class _Cutter:
         repeated = [op.name for op in function.graph.get_operations() if _changes_state(op)] if part.kind != FORWARD else []
         if repeated:
             raise NotImplementedError(f"A backward would assign variables a second time: {', '.join(repeated)}.")
-        return Phase(function, tuple(takes), len(part.fetches), len(own), kept)
+        return Phase(function, tuple(takes), len(part.fetches), tuple(map(_bytes, own)), kept)
 
     def _reached(self, part: _Part, stops: set) -> set[tf.Operation]:
         seen, stack = set(), [*part.fetches, *(tensor for op in part.effects for tensor in op.inputs)]
@@ -200,3 +200,7 @@ def _descendants(operations: Iterable[tf.Operation], sources: set[tf.Operation])
 
 def _changes_state(operation: tf.Operation) -> bool:
     return operation.type.startswith("Assign") and operation.type.endswith("VariableOp")
+
+
+def _bytes(tensor: tf.Tensor) -> int:
+    return tensor.shape.num_elements() * tensor.dtype.size

@@ -104,7 +104,7 @@ class StageProgram:
         totals: how many numbers its forward takes that are known of a whole batch only, see `loss_parts.py`.
         trained: for each weight, whether the loss depends on it.
         received_floats: how many of the tensors that it receives have a gradient.
-        zeros: makes the sums of gradients that a step starts with.
+        zeros: makes the sums of gradients that a step starts with; takes any tensor on the mesh.
     """
 
     phases: Mapping[str, phases.Phase]
@@ -114,7 +114,7 @@ class StageProgram:
     totals: int
     trained: tuple[bool, ...] = ()
     received_floats: int = 0
-    zeros: Callable[[], list[tf.Tensor]] | None = None
+    zeros: Callable[[tf.Tensor], list[tf.Tensor]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +180,7 @@ def training_program(stage: Stage, feed: Feed, received: Received, splits_backwa
     sent, form, trained, logs, totals = found["program"]
     parts = phases.phases(found["traced"], splits_backward, recompute)
     summed = [variable for variable, has in zip(native, trained) if has]
-    zeros = traced(stage.model, stage.mesh, lambda: [_laid_out(tf.zeros(v.shape, v.dtype), v) for v in summed])
+    zeros = traced(stage.model, stage.mesh, lambda _: [_laid_out(tf.zeros(v.shape, v.dtype), v) for v in summed], SHARE)
     floats = sum(spec.dtype.is_floating for spec in received.specs)
     return StageProgram(parts, _specs(sent), form, logs, totals, trained, floats, zeros)
 

@@ -9,7 +9,6 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.experimental import dtensor
 
 from tfpar import collectives, describe, devices, errors, op_support, op_warnings, training, transfer
 from tfpar.compat import training as steps
@@ -110,7 +109,8 @@ class Steps:
         training.build(self._model, batch)
         self._strategy.lay_out(self._model, batch)
         self._stages = self._pipeline.stages(self._model, batch)
-        updates.place_state(self._model, self._pipeline.meshes, self._stages)
+        if not self._programs:
+            updates.place_state(self._model, self._pipeline.meshes, self._stages)
 
     def _run(self, batch: Any, mode: str) -> tuple[Run, list[MicroBatch]]:
         """The forwards, and the backwards when training, of all micro-batches."""
@@ -193,7 +193,7 @@ class Steps:
 
         def apply(device: int) -> None:
             holder, made = self._updates[device]
-            with dtensor.default_mesh(holder.mesh.dtensor_mesh), errors.explained(self._model, self._strategy):
+            with errors.explained(self._model, self._strategy):
                 made.apply(*values[device], *(transfer.to_mesh(fact, holder.mesh.layout(())) for fact in known))
 
         if is_new:
@@ -221,8 +221,7 @@ class Steps:
             self._finish = traced(self._model, mesh, finish, *specs)
         loss = np.float64(sum(map(sum, run.losses)))
         examples = np.int32(sum(part.examples for part in parts))
-        with dtensor.default_mesh(mesh.dtensor_mesh):
-            return run.logs | self._finish(*(transfer.to_mesh(value, mesh.layout(())) for value in (loss, examples)))
+        return run.logs | self._finish(*(transfer.to_mesh(value, mesh.layout(())) for value in (loss, examples)))
 
 
 def _replicates(error: BaseException | None) -> bool:
