@@ -91,7 +91,9 @@ def sparse_cross_entropy(cross_entropy: Callable) -> Callable:
 
 
 def strided_slice(strided_slice: Callable) -> Callable:
-    """A negative step reverses each shard on its own; a new axis (`x[:, None]`) on a split tensor ends the process."""
+    """A negative step reverses each shard on its own; a new axis (`x[:, None]`) on a split tensor ends the process; dims
+    behind one that is removed (`x[0]`) get the split of the dim before them.
+    """
 
     def whole(input, begin, end, strides, *, new_axis_mask=0, **kwargs):
         if new_axis_mask:
@@ -102,6 +104,12 @@ def strided_slice(strided_slice: Callable) -> Callable:
             for dim in parts.new_dims:
                 result = tf.expand_dims(result, dim)
             return result
+        value = tf.convert_to_tensor(input)
+        if kwargs.get("shrink_axis_mask") and value.shape.rank > 1 and value.shape.is_fully_defined():
+            kept = slices.keeping_dims(value.shape.rank, begin, end, **kwargs)
+            if kept:
+                first, last, masks, dims = kept
+                return tf.squeeze(whole(value, first, last, strides, **kwargs | masks), dims)
         steps = tf.get_static_value(tf.convert_to_tensor(strides))
         if steps is not None and (steps < 0).any():
             user = "strided_slice"
