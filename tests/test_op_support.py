@@ -77,8 +77,8 @@ OPERATIONS = {
     "resize": lambda x: tf.cast(tf.image.resize(x[:, None, None], (2, 2)), x.dtype),
     "cholesky": lambda x: tf.linalg.cholesky(0.1 * tf.reshape(x, (8, 2, 2)) + 3 * np.eye(2)),
 }
-MATRIX = RNG.randn(4, 4)
 KERNEL, KERNEL4, MIX = RNG.randn(2, 2, 1, 3), RNG.randn(1, 1, 4, 4), RNG.randn(2, 4)
+MATRIX = RNG.randn(4, 4)
 LAYOUTS = {"batch": ("data", None), "columns": (None, "model"), "both": ("data", "model")}
 
 
