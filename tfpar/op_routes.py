@@ -221,15 +221,23 @@ def grouped_conv(conv: Callable) -> Callable:
 
 
 def repeat(repeat: Callable) -> Callable:
-    """With one number per element TensorFlow masks a larger tensor, whose size then depends on values."""
+    """With one number per element TensorFlow masks a larger tensor, whose size then depends on values; with one number for
+    all it repeats by a number that is known in the step only, which would gather the tensor.
+    """
 
     def looked_up(input, repeats, axis=None, **kwargs):
         counts = tf.get_static_value(tf.convert_to_tensor(repeats))
-        if counts is None or np.size(counts) <= 1:
+        input = tf.convert_to_tensor(input)
+        if counts is None or not input.shape.is_fully_defined():
             return repeat(input, repeats, axis, **kwargs)
-        input = tf.reshape(input, [-1]) if axis is None else tf.convert_to_tensor(input)
-        axis = axis or 0
-        return tf.gather(input, np.repeat(np.arange(input.shape[axis]), counts), axis=axis)
+        input = tf.reshape(input, [-1]) if axis is None else input
+        axis = (axis or 0) % input.shape.rank
+        sizes = list(input.shape)
+        if np.size(counts) > 1:
+            return tf.gather(input, np.repeat(np.arange(sizes[axis]), counts), axis=axis)
+        number = int(np.ravel(counts)[0])
+        tiled = tf.tile(tf.expand_dims(input, axis + 1), [number if dim == axis + 1 else 1 for dim in range(len(sizes) + 1)])
+        return tf.reshape(tiled, [*sizes[:axis], sizes[axis] * number, *sizes[axis + 1 :]])
 
     return looked_up
 
