@@ -178,6 +178,25 @@ def test_products_of_inputs_that_split_different_dims(equation):
     parity.assert_close(tf.function(product)(*map(tf.constant, values)), actual, 1e-11)
 
 
+@pytest.mark.parametrize("use", [("data", None, None), ("model", None, "data"), (None, "data", "model")])
+@pytest.mark.parametrize("spec", [(None, None, None), ("data", None, None), (None, "model", None), ("data", None, "model")])
+def test_a_transpose_is_used_with_another_split(spec, use):
+    strategy = parity.strategy_for("data=2,model=2", tfpar.LayoutMap())
+    value = RNG.randn(4, 4, 4)
+
+    def compute(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            result = dtensor.relayout(tf.transpose(x * 1.0, (1, 2, 0)), strategy.mesh.layout(use))
+            total = tf.reduce_sum(result**3)
+        return result * 1.0, tape.gradient(total, x)
+
+    args = (transfer.to_mesh(value, strategy.mesh.layout(spec)),)
+    result, gradient = strategy.gather(strategy.run(tf.function(compute), args=args), 0)
+    np.testing.assert_array_equal(result, value.transpose(1, 2, 0))
+    np.testing.assert_allclose(gradient, 3 * value**2, atol=1e-12)
+
+
 SLICES = {
     "first": (lambda x: x[1], [1, 2]),
     "middle": (lambda x: x[:, -1], [0, 2]),

@@ -147,6 +147,20 @@ def squeeze(squeeze: Callable) -> Callable:
     return reshaped
 
 
+def transpose(transpose: Callable) -> Callable:
+    """TensorFlow refuses to split what a transpose gives another way than what it takes, but not so of an einsum."""
+
+    def as_einsum(x, perm, name=None):
+        value, order = tf.convert_to_tensor(x), tf.get_static_value(tf.convert_to_tensor(perm))
+        if order is None or not value.dtype.is_floating:
+            return transpose(x, perm, name=name)
+        labels = string.ascii_letters[: value.shape.rank]
+        equation = f"{labels}->{''.join(labels[dim] for dim in order)}"
+        return tf.raw_ops.Einsum(inputs=[value], equation=equation, name=name)
+
+    return as_einsum
+
+
 def lookup(gather: Callable) -> Callable:
     """The gradient of looked-up rows is dense, before anything (clipping, loss scale) sees it. Rows that are split would be
     gathered, the whole table on each device.
