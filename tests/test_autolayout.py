@@ -287,6 +287,14 @@ def test_a_model_that_cannot_be_traced_stays_whole():
         assert not any(any(row.layout) for row in strategy.describe(model))
 
 
+def test_repeated_heads_are_not_gathered():
+    strategy = tfpar.HybridStrategy("data=2,model=2")
+    with strategy.scope():
+        model = parity.compiled(functional(grouped(2)))
+    model.fit(SEQUENCES, SEQUENCES, batch_size=8, verbose=0)
+    assert {collective.kind for collective in strategy.describe(model).collectives} == {"all-reduce"}
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 def test_two_all_reduces_per_block_and_direction(mesh):
     """As Megatron-LM (arXiv 1909.08053): one after attention and one after the MLP, forward and backward."""

@@ -47,6 +47,7 @@ OPERATIONS = {
     "repeated": lambda x: tf.repeat(tf.repeat(x, 2, 0), [1, 2, 0, 3], 1),
     "product with itself": lambda x: tf.matmul(x, x, transpose_b=True),
     "sort, split": lambda x: split_last(tf.sort(x, 1)),
+    "rows of rank 3": lambda x: tf.transpose(tf.reshape(x, (4, 2, 4)), (1, 0, 2))[1] @ MATRIX,
     "squeeze": lambda x: split_last(tf.squeeze(x[:, None, :, None], [1, -1]) * tf.squeeze(x[:, None])),
     "depthwise convolution of lines": lambda x: split_first(
         keras.ops.depthwise_conv(tf.reshape(x, (4, 4, 2)), KERNEL[:, 0, :, :2].reshape(2, 2, 1), 1, "same")
@@ -76,8 +77,8 @@ OPERATIONS = {
     "resize": lambda x: tf.cast(tf.image.resize(x[:, None, None], (2, 2)), x.dtype),
     "cholesky": lambda x: tf.linalg.cholesky(0.1 * tf.reshape(x, (8, 2, 2)) + 3 * np.eye(2)),
 }
-MATRIX = RNG.randn(4, 4)
 KERNEL, KERNEL4, MIX = RNG.randn(2, 2, 1, 3), RNG.randn(1, 1, 4, 4), RNG.randn(2, 4)
+MATRIX = RNG.randn(4, 4)
 LAYOUTS = {"batch": ("data", None), "columns": (None, "model"), "both": ("data", "model")}
 
 
@@ -175,6 +176,46 @@ def test_products_of_inputs_that_split_different_dims(equation):
     args = tuple(transfer.to_mesh(value, strategy.mesh.layout(layout)) for value, layout in zip(values, layouts))
     actual = strategy.gather(strategy.run(tf.function(product), args=args), 0)
     parity.assert_close(tf.function(product)(*map(tf.constant, values)), actual, 1e-11)
+
+
+@pytest.mark.parametrize("use", [("data", None, None), ("model", None, "data"), (None, "data", "model")])
+@pytest.mark.parametrize("spec", [(None, None, None), ("data", None, None), (None, "model", None), ("data", None, "model")])
+def test_a_transpose_is_used_with_another_split(spec, use):
+    strategy = parity.strategy_for("data=2,model=2", tfpar.LayoutMap())
+    value = RNG.randn(4, 4, 4)
+
+    def compute(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            result = dtensor.relayout(tf.transpose(x * 1.0, (1, 2, 0)), strategy.mesh.layout(use))
+            total = tf.reduce_sum(result**3)
+        return result * 1.0, tape.gradient(total, x)
+
+    args = (transfer.to_mesh(value, strategy.mesh.layout(spec)),)
+    result, gradient = strategy.gather(strategy.run(tf.function(compute), args=args), 0)
+    np.testing.assert_array_equal(result, value.transpose(1, 2, 0))
+    np.testing.assert_allclose(gradient, 3 * value**2, atol=1e-12)
+
+
+SLICES = {
+    "first": (lambda x: x[1], [1, 2]),
+    "middle": (lambda x: x[:, -1], [0, 2]),
+    "last": (lambda x: x[..., -2], [0, 1]),
+    "two": (lambda x: x[2, ..., -1], [1]),
+    "new": (lambda x: x[:, None, 0, 1:3], [0, None, None]),
+}
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_the_dims_that_a_slice_keeps_stay_split(name):
+    function, dims = SLICES[name]
+    strategy = parity.strategy_for("data=2,model=2", tfpar.LayoutMap())
+    value = RNG.randn(4, 4, 4)
+    for spec in itertools.permutations(["data", "model", None]):
+        result = strategy.run(tf.function(function), args=(transfer.to_mesh(value, strategy.mesh.layout(spec)),))
+        found = [None if axis == "unsharded" else axis for axis in dtensor.fetch_layout(result).sharding_specs]
+        assert found == [None if dim is None else spec[dim] for dim in dims], spec
+        np.testing.assert_array_equal(strategy.gather(result, 0), function(value))
 
 
 @pytest.mark.parametrize("chosen", [(3,), (1, 2), (0,), (0, 3), (2,), (0, 1, 2)])

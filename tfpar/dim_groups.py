@@ -67,6 +67,10 @@ class Group:
         self.pinned = self.pinned or other.pinned
 
 
+class Unknown(Exception):
+    """What a rule needs, such as the axis of a concatenation, is known only when a step runs."""
+
+
 class DimGroups:
     """The groups of a graph.
 
@@ -85,8 +89,11 @@ class DimGroups:
         for operation in graph.operations:
             if operation.type == "Placeholder":
                 self._start(operation)
-            else:
+                continue
+            try:
                 rules.get(operation.type, DimGroups.pin_all)(self, operation)
+            except Unknown:
+                self.pin_all(operation)
         for output in graph.outputs:
             for dim in range(output.shape.rank or 0):
                 if splittable_outputs and dim == output.shape.rank - 1:

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar.dim_groups import DimGroups, Rule
+from tfpar.dim_groups import DimGroups, Rule, Unknown
 
 
 def _element_wise(groups: DimGroups, operation: tf.Operation) -> None:
@@ -117,9 +117,8 @@ def _factors(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int]
 
 
 def _transpose(groups: DimGroups, operation: tf.Operation) -> None:
-    order = tf.get_static_value(operation.inputs[1])
-    for dim, source in enumerate(order):
-        groups.join((operation.outputs[0], dim), (operation.inputs[0], int(source)))
+    for dim, source in enumerate(_static(1)(operation)):
+        groups.join((operation.outputs[0], dim), (operation.inputs[0], source))
 
 
 def _matching(groups: DimGroups, tensor: tf.Tensor, output: tf.Tensor, dims: Sequence[int | None], reason: str) -> None:
@@ -135,7 +134,7 @@ def _matching(groups: DimGroups, tensor: tf.Tensor, output: tf.Tensor, dims: Seq
 
 def _expand_dims(groups: DimGroups, operation: tf.Operation) -> None:
     dims: list[int | None] = list(range(operation.inputs[0].shape.rank))
-    at = int(tf.get_static_value(operation.inputs[1]))
+    (at,) = _static(1)(operation)
     dims.insert(at if at >= 0 else len(dims) + 1 + at, None)
     _matching(groups, operation.inputs[0], operation.outputs[0], dims, "")
 
@@ -168,8 +167,15 @@ def _same_but(axes: Callable[[tf.Operation], Any], reason: str) -> Rule:
 
 
 def _static(index: int) -> Callable[[tf.Operation], Any]:
-    """The value of one input, which is known before the step runs."""
-    return lambda operation: tf.nest.flatten(tf.get_static_value(operation.inputs[index]).tolist())
+    """The numbers in one input."""
+
+    def numbers(operation: tf.Operation) -> list:
+        value = tf.get_static_value(operation.inputs[index])
+        if value is None:
+            raise Unknown
+        return value.flatten().tolist()
+
+    return numbers
 
 
 def _reduce(groups: DimGroups, operation: tf.Operation) -> None:

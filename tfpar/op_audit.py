@@ -271,7 +271,7 @@ def audit(names: Iterable[str], see: Callable[..., None] = lambda *found: None) 
         for name in names:
             results[name] = []
             tried = shardings(CASES[name][1])
-            for sharding, use in zip(tried * 3 if len(tried) <= 6 else tried, uses(name, 3 * len(tried))):
+            for sharding, use in dict.fromkeys(zip(tried * 3 if len(tried) <= 6 else tried, uses(name, 3 * len(tried)))):
                 found = (sharding, use, *worker.run(name, sharding, use))
                 results[name].append(found)
                 see(name, *found)

@@ -91,7 +91,9 @@ def sparse_cross_entropy(cross_entropy: Callable) -> Callable:
 
 
 def strided_slice(strided_slice: Callable) -> Callable:
-    """A negative step reverses each shard on its own; a new axis (`x[:, None]`) on a split tensor ends the process."""
+    """A negative step reverses each shard on its own; a new axis (`x[:, None]`) on a split tensor ends the process; dims
+    behind one that is removed (`x[0]`) get the split of the dim before them.
+    """
 
     def whole(input, begin, end, strides, *, new_axis_mask=0, **kwargs):
         if new_axis_mask:
@@ -102,6 +104,12 @@ def strided_slice(strided_slice: Callable) -> Callable:
             for dim in parts.new_dims:
                 result = tf.expand_dims(result, dim)
             return result
+        value = tf.convert_to_tensor(input)
+        if kwargs.get("shrink_axis_mask") and value.shape.rank > 1 and value.shape.is_fully_defined():
+            kept = slices.keeping_dims(value.shape.rank, begin, end, **kwargs)
+            if kept:
+                first, last, masks, dims = kept
+                return tf.squeeze(whole(value, first, last, strides, **kwargs | masks), dims)
         steps = tf.get_static_value(tf.convert_to_tensor(strides))
         if steps is not None and (steps < 0).any():
             user = "strided_slice"
@@ -137,6 +145,20 @@ def squeeze(squeeze: Callable) -> Callable:
         return tf.reshape(value, [size for dim, size in enumerate(value.shape) if dim not in dims], name=name)
 
     return reshaped
+
+
+def transpose(transpose: Callable) -> Callable:
+    """TensorFlow refuses to split what a transpose gives another way than what it takes, but not so of an einsum."""
+
+    def as_einsum(x, perm, name=None):
+        value, order = tf.convert_to_tensor(x), tf.get_static_value(tf.convert_to_tensor(perm))
+        if order is None or not value.dtype.is_floating:
+            return transpose(x, perm, name=name)
+        labels = string.ascii_letters[: value.shape.rank]
+        equation = f"{labels}->{''.join(labels[dim] for dim in order)}"
+        return tf.raw_ops.Einsum(inputs=[value], equation=equation, name=name)
+
+    return as_einsum
 
 
 def lookup(gather: Callable) -> Callable:
@@ -213,15 +235,23 @@ def grouped_conv(conv: Callable) -> Callable:
 
 
 def repeat(repeat: Callable) -> Callable:
-    """With one number per element TensorFlow masks a larger tensor, whose size then depends on values."""
+    """With one number per element TensorFlow masks a larger tensor, whose size then depends on values; with one number for
+    all it repeats by a number that is known in the step only, which would gather the tensor.
+    """
 
     def looked_up(input, repeats, axis=None, **kwargs):
         counts = tf.get_static_value(tf.convert_to_tensor(repeats))
-        if counts is None or np.size(counts) <= 1:
+        input = tf.convert_to_tensor(input)
+        if counts is None or not input.shape.is_fully_defined():
             return repeat(input, repeats, axis, **kwargs)
-        input = tf.reshape(input, [-1]) if axis is None else tf.convert_to_tensor(input)
-        axis = axis or 0
-        return tf.gather(input, np.repeat(np.arange(input.shape[axis]), counts), axis=axis)
+        input = tf.reshape(input, [-1]) if axis is None else input
+        axis = (axis or 0) % input.shape.rank
+        sizes = list(input.shape)
+        if np.size(counts) > 1:
+            return tf.gather(input, np.repeat(np.arange(sizes[axis]), counts), axis=axis)
+        number = int(np.ravel(counts)[0])
+        tiled = tf.tile(tf.expand_dims(input, axis + 1), [number if dim == axis + 1 else 1 for dim in range(len(sizes) + 1)])
+        return tf.reshape(tiled, [*sizes[:axis], sizes[axis] * number, *sizes[axis + 1 :]])
 
     return looked_up
 

@@ -112,6 +112,7 @@ WRONG = {
     "strided_slice": op_routes.strided_slice,
     "_slice": op_routes.static_slice,
     "squeeze": op_routes.squeeze,
+    "transpose": op_routes.transpose,
     "conv2d": op_routes.grouped_conv,
     "conv3d": op_routes.grouped_conv,
     "pack": op_routes.pack,

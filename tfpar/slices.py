@@ -1,4 +1,5 @@
-"""Slices without new axes: what `x[:, None, 1:]` is before its `None` becomes an `expand_dims`.
+"""Slices without new axes or removed dims: what `x[:, None, 1:, 0]` is before its `None` becomes an `expand_dims`, and
+before its `0`, of which a dim of size 1 is left, becomes a reshape.
 
 TensorFlow packs a slice into begin, end and strides, one entry per part of the index, and bit masks over these parts.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 _MASKS = ("begin_mask", "end_mask", "ellipsis_mask", "shrink_axis_mask")
@@ -61,6 +63,35 @@ def without_new_axes(rank: int, begin: Any, end: Any, strides: Any, new_axis_mas
         new_dims=tuple(new_dims),
         slices=bool(kept),
     )
+
+
+def keeping_dims(rank: int, begin: Any, end: Any, **options: Any) -> tuple[Any, Any, dict[str, int], list[int]] | None:
+    """Makes a slice that keeps the dims that another removes.
+
+    Args:
+        rank: dims of the tensor that is sliced.
+        begin: first positions, one per part, none of them a new axis.
+        end: positions after the last, one per part.
+        **options: the masks of `tf.strided_slice`.
+
+    Returns:
+        Begin, end and masks of the slice, and the dims of size 1 that it has too many; None where the positions are not
+        known while tracing.
+    """
+    first, last = (tf.get_static_value(tf.convert_to_tensor(bound)) for bound in (begin, end))
+    if first is None or last is None:
+        return None
+    first, last = np.array(first), np.array(last)
+    masks = {name: int(options.get(name) or 0) for name in _MASKS}
+    ellipsis = [i for i in range(len(first)) if masks["ellipsis_mask"] >> i & 1]
+    dims = []
+    for i in range(len(first)):
+        if masks["shrink_axis_mask"] >> i & 1 and i not in ellipsis:
+            dims.append(i + (rank - len(first) if ellipsis and i > ellipsis[0] else 0))
+            last[i] = first[i] + 1
+            masks["begin_mask"] &= ~(1 << i)
+            masks["end_mask"] = masks["end_mask"] | 1 << i if first[i] == -1 else masks["end_mask"] & ~(1 << i)
+    return first, last, masks | {"shrink_axis_mask": 0}, dims
 
 
 def _chosen(bound: Any, kept: list[int]) -> Any:

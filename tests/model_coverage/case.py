@@ -139,8 +139,9 @@ def train(
 
 
 def difference(one: tuple, other: tuple) -> tuple[float, str]:
-    """The largest difference of a weight or a loss, and where."""
-    found = {"loss": float(np.max(np.abs(np.subtract(one[1], other[1]))))}
+    """The largest difference of a weight or a loss, relative to a loss above 1, and where."""
+    losses = np.abs(np.subtract(one[1], other[1])) / np.maximum(1.0, np.abs(one[1]))
+    found = {"loss": float(np.max(losses))}
     for (name, a), b in zip(one[0].items(), other[0].values()):
         if a.size and a.dtype.kind in "fiub":
             found[name.split(" ", 1)[1]] = float(np.max(np.abs(a.astype("float64") - b.astype("float64"))))

@@ -53,9 +53,9 @@ ABSTRACT = {"Backbone", "FeaturePyramidBackbone"}
 TASKS = ("TextClassifier", "ImageClassifier", "CausalLM", "Seq2SeqLM", "MaskedLM", "ImageSegmenter", "ImageToImage")
 
 
-def resnet() -> keras.Model:
+def resnet(image_shape: tuple[int | None, ...] = (64, 64, 3)) -> keras.Model:
     """A tiny image encoder for the backbones that take one."""
-    return keras_hub.models.ResNetBackbone(**RESNET, image_shape=(64, 64, 3))
+    return keras_hub.models.ResNetBackbone(**RESNET, image_shape=image_shape)
 
 
 RESNET = {
@@ -124,6 +124,11 @@ EFFICIENTNET = {
 }
 OWN: dict[str, Any] = {
     "AlbertBackbone": {"num_groups": 1},
+    "BASNetBackbone": lambda: {
+        "image_encoder": resnet((None, None, 3)),
+        "num_classes": 2,
+        "image_shape": (64, 64, 3),
+    },
     "CSPNetBackbone": {
         "stem_filters": 8,
         "stem_kernel_size": 3,
@@ -262,6 +267,25 @@ OWN["SigLIPBackbone"] = lambda: {
     "vision_encoder": keras_hub.models.SigLIPVisionEncoder(**VISION, hidden_dim=32),
     "text_encoder": keras_hub.models.SigLIPTextEncoder(
         **TEXT, embedding_dim=32, hidden_dim=32, max_sequence_length=LENGTH, projection_dim=32
+    ),
+}
+BLIP2 = {"num_heads": 4, "num_layers": 1, "hidden_dim": 32, "intermediate_dim": 64}
+BLIP2_QUERIES = {"num_query_tokens": 4, "dropout": 0.0}
+OWN["BLIP2Backbone"] = lambda: {
+    "vision_encoder": keras_hub.models.BLIP2VisionEncoder(
+        **BLIP2,
+        **{f"use_{name}": True for name in ("patch_bias", "class_token", "mha_bias", "mlp_bias")},
+        image_size=16,
+        patch_size=8,
+        dropout_rate=0.0,
+        layer_norm_epsilon=1e-6,
+        initializer_range=0.02,
+    ),
+    "qformer": keras_hub.models.BLIP2QFormer(
+        **BLIP2, **BLIP2_QUERIES, vision_dim=32, cross_attention_frequency=1, layer_norm_epsilon=1e-6
+    ),
+    "language_model": keras_hub.models.BLIP2CustomOPT(
+        **BLIP2, **BLIP2_QUERIES, vocabulary_size=16, max_sequence_length=16, qformer_hidden_dim=32
     ),
 }
 OWN["SAMBackbone"] = lambda: {

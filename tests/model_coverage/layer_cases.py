@@ -59,7 +59,8 @@ def table() -> dict[str, tuple[tuple[int, ...], dict]]:
         "Dense": (SEQUENCE, {"units": 8}),
         "EinsumDense": (SEQUENCE, {"equation": "abc,cde->abde", "output_shape": (6, 4, 4), "bias_axes": "de"}),
         "GroupNormalization": (IMAGE, {"groups": 2}),
-        "MelSpectrogram": ((64,), {"fft_length": 16, "sequence_stride": 8, "sampling_rate": 100, "max_freq": 50.0}),
+        # few bins: where they are narrow, float32 divides by small differences of large numbers
+        "MelSpectrogram": ((64,), {"fft_length": 16, "sequence_stride": 8, "num_mel_bins": 4}),
         "Normalization": (SEQUENCE, {"mean": 0.5, "variance": 2.0}),
         "Permute": (SEQUENCE, {"dims": (2, 1)}),
         "PReLU": (SEQUENCE, {}),

@@ -11,11 +11,11 @@ Which layers of `keras.layers`, backbones of KerasHub and models of `keras.appli
 have no result yet. What is in the table is found by looking into Keras and KerasHub, so a new class is a new line.
 
 A case trains three steps of Adam on batches of 4, without dropout, on one device and on each mesh, and compares every
-weight and every loss. "ok" is the largest difference, at most {double:.0e} in float64. Where it is larger, the number behind
-"noise" is the difference that one device gives with the rows of each batch reversed and every weight changed by up to
-1e-12 of itself (1e-7 in float32), and the mesh is within ten times that. "2 of 6 split" counts the weights that the axis
-`model` splits by the layouts that a `HybridStrategy` has when it is told none; the rest is replicated. Everything else is
-a line with its cause.
+weight and every loss. "ok" is the largest difference, at most {double:.0e} in float64; that of a loss above 1 is relative.
+Where it is larger, the number behind "noise" is the difference that one device gives with the rows of each batch reversed
+and every weight changed by up to 1e-12 of itself (1e-7 in float32), and the mesh is within ten times that. "2 of 6 split"
+counts the weights that the axis `model` splits by the layouts that a `HybridStrategy` has when it is told none; the rest is
+replicated. Everything else is a line with its cause.
 
 A layer stands between two `Dense` layers. A backbone has the tiny sizes of
 [hub_cases.py](../tests/model_coverage/hub_cases.py) and its task's head if it has one. A model of `keras.applications` has
