@@ -298,6 +298,19 @@ def test_own_compute_loss_and_compute_metrics():
     assert_equal(build, fit_numbers, pipeline(microbatches=1))
 
 
+def contrast(y_true, y_pred):
+    """Every example against every other."""
+    return keras.ops.mean(keras.ops.matmul(y_pred, keras.ops.transpose(y_pred)) ** 2, -1)
+
+
+def test_a_loss_that_is_no_mean_over_examples_is_refused():
+    with pipeline().scope():
+        model = compiled(mlp(outputs=3), loss=contrast)
+    with pytest.raises(ValueError, match="no mean over examples.*microbatches=1"):
+        fit_numbers(model)
+    assert_equal(lambda: compiled(mlp(outputs=3), loss=contrast), fit_numbers, pipeline(microbatches=1))
+
+
 def test_validation_class_weight_callbacks_and_batch_methods():
     labels = (X[:, 0] > 0).astype("int32")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+from parity import assert_close, train
 
 import tfpar
-from parity import assert_close, train
 
 hub = pytest.importorskip("keras_hub")
 pytestmark = pytest.mark.usefixtures("float64")

@@ -14,6 +14,7 @@ import importlib.util
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -41,7 +42,7 @@ flags.DEFINE_integer("rounds", 8, "Rounds; each times every case once.", lower_b
 flags.DEFINE_integer("steps", 3, "Steps of a case in a round.", lower_bound=1)
 flags.DEFINE_integer("microbatches", 4, "Parts of a batch.", lower_bound=1)
 flags.DEFINE_string("timeline", None, "Where to save the last step of the first case, as .png or .json.")
-flags.DEFINE_bool("torch", importlib.util.find_spec("torch") is not None, "Whether to run PyTorch too.")
+flags.DEFINE_string("torch", sys.executable if importlib.util.find_spec("torch") else None, "A Python that has PyTorch.")
 
 
 def batch() -> tuple[np.ndarray, np.ndarray]:
@@ -50,18 +51,24 @@ def batch() -> tuple[np.ndarray, np.ndarray]:
     return ids, np.roll(ids, -1, 1)
 
 
-def tensorflow_case(strategy: tf.distribute.Strategy | None) -> tuple[Callable[[int], float], keras.Model]:
-    """A function that trains a number of steps and returns the seconds of one, and the model."""
+def tensorflow_case(strategy: tf.distribute.Strategy | None, parts: int = 1) -> tuple[Callable[[int], float], keras.Model]:
+    """A function that trains a number of steps and returns the seconds of one, and the model.
+
+    Args:
+        strategy: None for one device.
+        parts: on one device, the micro-batches of a step, whose gradients Keras adds up: the work of a pipeline.
+    """
     keras.utils.set_random_seed(0)
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = gpt()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.Adam(1e-3), loss, jit_compile=False)
-    dataset = tf.data.Dataset.from_tensors(batch()).repeat()
+        adds_up = parts if parts > 1 else None
+        model.compile(keras.optimizers.Adam(1e-3, gradient_accumulation_steps=adds_up), loss, jit_compile=False)
+    dataset = tf.data.Dataset.from_tensor_slices(batch()).batch(16 // parts).repeat()
 
     def seconds(steps: int) -> float:
         start = time.perf_counter()
-        model.fit(dataset, steps_per_epoch=steps, verbose=0, shuffle=False)
+        model.fit(dataset, steps_per_epoch=steps * parts, verbose=0, shuffle=False)
         return (time.perf_counter() - start) / steps
 
     start = time.perf_counter()
@@ -74,9 +81,10 @@ def main(argv: list[str]) -> None:
     """Prints one line per case."""
     del argv
     tfpar.use_logical_cpus(4)
-    cases, models = {}, {}
+    cases, models, workers = {}, {}, {}
     print("one device")
     cases["one device"], _ = tensorflow_case(None)
+    cases["one device in parts"], _ = tensorflow_case(None, FLAGS.microbatches)
     for name in FLAGS.cases:
         print(name)
         mesh, options = CASES[name]
@@ -85,30 +93,36 @@ def main(argv: list[str]) -> None:
     if FLAGS.torch:
         from torch_worker import TorchCase
 
-        cases |= {name: TorchCase(stages, FLAGS.microbatches).seconds for name, stages in TORCH.items()}
+        workers = {name: TorchCase(FLAGS.torch, *sizes) for name, sizes in TORCH.items()}
+        cases |= {name: worker.seconds for name, worker in workers.items()}
     times = {name: [] for name in cases}
     for _ in range(FLAGS.rounds):
         for name, seconds in cases.items():
             times[name].append(seconds(FLAGS.steps))
-    base = times["one device"]
+    base, parts = times["one device"], times["one device in parts"]
     print(f"{platform.machine()}, {os.cpu_count()} cores, TensorFlow {tf.__version__}, Keras {keras.__version__}")
     print(f"{FLAGS.rounds} rounds of {FLAGS.steps} steps, {FLAGS.microbatches} micro-batches")
-    print(f"{'case':24} {'median ms':>10} {'least ms':>9} {'ratio':>6} {'of least':>8}  bubble: measured, simulated")
+    print(f"{'case':22} {'median ms':>10} {'least ms':>9} {'ratio':>6} {'in parts':>9}  bubble: measured, simulated")
     for name, found in times.items():
-        ratio = statistics.median(a / b for a, b in zip(found, base))
+        ratio, to_parts = (statistics.median(a / b for a, b in zip(found, other)) for other in (base, parts))
         bubble = ""
         if name in models:
             shown = tfpar.pipeline.timeline(models[name])
             bubble = f"{shown.bubble:.2f}, {shown.simulated().bubble:.2f}"
         print(
-            f"{name:24} {statistics.median(found) * 1e3:10.0f} {min(found) * 1e3:9.0f} {ratio:6.2f} "
-            f"{min(found) / min(base):8.2f}  {bubble}"
+            f"{name:22} {statistics.median(found) * 1e3:10.0f} {min(found) * 1e3:9.0f} {ratio:6.2f} {to_parts:9.2f}  {bubble}"
         )
+    for worker in workers.values():
+        worker.close()
     if FLAGS.timeline:
         tfpar.pipeline.timeline(models[FLAGS.cases[0]]).save(FLAGS.timeline)
 
 
-TORCH = {"PyTorch, one process": 1, "PyTorch, pipe=2": 2}
+TORCH = {  # stages, micro-batches, port
+    "PyTorch": (1, 1, 29501),
+    "PyTorch in parts": (1, 4, 29502),
+    "PyTorch 1f1b": (2, 4, 29503),
+}
 
 if __name__ == "__main__":
     app.run(main)

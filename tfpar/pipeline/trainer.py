@@ -121,6 +121,8 @@ class Steps:
         while True:
             is_new = any((mode, part.signature) not in self._programs for part in parts)
             mailbox, programs = workers.Mailbox(), [self._program(part, mode) for part in parts]
+            if is_new and mode == "train" and len(parts) > 1:
+                self._check_loss(whole, parts, programs[0][-1].outputs)
             run = Run(self._stages, programs, parts, self._totals(whole, programs), mailbox)
             before = self._state() if is_new else []
             carry_out = workers.carry_out_in_turn if is_new else self._trainer.workers.carry_out
@@ -146,6 +148,16 @@ class Steps:
             op_warnings.warn_gathered(graph, sent)
         if mode == "train":
             describe.remember_collectives(self._model, sent)
+
+    def _check_loss(self, batch: batches.Batch, parts: list[MicroBatch], outputs: Any) -> None:
+        """Refuses a loss that cannot be computed from micro-batches."""
+
+        def of_batch(spec: tf.TensorSpec) -> tf.TensorSpec:
+            return tf.TensorSpec([batch.examples, *spec.shape[1:]], spec.dtype) if spec.shape.rank else spec
+
+        whole = tf.nest.map_structure(of_batch, outputs)
+        with tf.device(devices.host()):
+            loss_parts.check_parts(self._model, whole, batch.extra, [part.examples for part in parts])
 
     def _totals(self, batch: batches.Batch, programs: list[list[StageProgram]]) -> list[float]:
         """What the losses are divided by on the whole batch, where that depends on masks or weights."""
