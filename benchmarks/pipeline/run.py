@@ -110,7 +110,8 @@ def main(argv: list[str]) -> None:
             shown = tfpar.pipeline.timeline(models[name])
             bubble = f"{shown.bubble:.2f}, {shown.simulated().bubble:.2f}"
         print(
-            f"{name:22} {statistics.median(found) * 1e3:10.0f} {min(found) * 1e3:9.0f} {ratio:6.2f} {to_parts:9.2f}  {bubble}"
+            f"{name:22} {statistics.median(found) * 1e3:10.0f} {min(found) * 1e3:9.0f} {ratio:6.2f} {to_parts:9.2f}"
+            f"  {bubble}"
         )
     for worker in workers.values():
         worker.close()
