@@ -32,6 +32,8 @@ flags.DEFINE_integer("length", 64, "Characters per sequence.", lower_bound=2, up
 flags.DEFINE_integer("width", 128, "Features per character.", lower_bound=1)
 flags.DEFINE_integer("depth", 2, "Blocks.", lower_bound=1)
 flags.DEFINE_integer("heads", 4, "Attention heads per block; they must divide the width.", lower_bound=1)
+flags.DEFINE_integer("microbatches", 4, "Parts of a batch, for a mesh with the axis pipe.", lower_bound=1)
+flags.DEFINE_enum("schedule", "1f1b", ["gpipe", "1f1b", "interleaved", "zb-h1"], "Order of stages, for the axis pipe.")
 flags.DEFINE_float("learning_rate", 2e-3, "Adam's.", lower_bound=0.0)
 flags.DEFINE_integer("seed", 0, "Of weights, data and sampling.", lower_bound=0)
 flags.DEFINE_bool("compare", True, "Train the same on one device afterwards.")
@@ -196,7 +198,8 @@ def main(argv: list[str]) -> None:
     try:
         mesh = tfpar.Mesh(FLAGS.mesh, device_type=FLAGS.device_type)
         sizes["vocabulary"] = round_up(len(data.vocabulary), mesh.axes.get("model", 1))
-        strategy = tfpar.HybridStrategy(mesh, layouts=tensor_parallel() if "model" in mesh.axes else None)
+        stages = {name: FLAGS[name].value for name in ("microbatches", "schedule")} if "pipe" in mesh.axes else {}
+        strategy = tfpar.HybridStrategy(mesh, layouts=tensor_parallel() if "model" in mesh.axes else None, **stages)
         model = build(strategy, sizes, FLAGS.learning_rate, FLAGS.seed)
     except ValueError as error:
         sys.exit(f"demo: {error}")

@@ -37,6 +37,19 @@ class Event:
     end: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What is left of a step that has ended.
+
+    Attributes:
+        events: in the order in which they ended.
+        memory: what activations took.
+    """
+
+    events: list[Event]
+    memory: Memory
+
+
 class Run:
     """The state of one step.
 
@@ -59,8 +72,7 @@ class Run:
         self._stages, self.programs, self._parts, self._mailbox = stages, programs, parts, mailbox
         self._totals = totals
         self._held: dict[tuple[int, int], dict[str, Any]] = {}
-        self.events: list[Event] = []
-        self.memory = Memory(len({id(stage.mesh) for stage in stages}))
+        self.record = Record([], Memory(len({id(stage.mesh) for stage in stages})))
         self.sums: list[list[tf.Tensor]] = [[] for _ in stages]
         self.losses: list[list[float]] = [[] for _ in stages]
         self.outputs: dict[int, list[tf.Tensor]] = {}
@@ -77,7 +89,7 @@ class Run:
             arrived = self._arrived(stage, action)
             start = time.perf_counter()
             self._do(device, stage, program, action, arrived)
-            self.events.append(Event(device, action, start, time.perf_counter()))
+            self.record.events.append(Event(device, action, start, time.perf_counter()))
         except (Aborted, StageError, TimeoutError):
             raise
         except Exception as error:
@@ -114,7 +126,7 @@ class Run:
         del groups, arguments, results, moved
         if kept:
             held[action.kind] = dict(enumerate(kept))
-            self.memory.hold(device, kept, phase.keeps)
+            self.record.memory.hold(device, kept, phase.keeps)
         self._release(held, program, action)
         self._hand_on(stage, program, action, own)
 

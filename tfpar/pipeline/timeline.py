@@ -141,15 +141,15 @@ def timeline(model: keras.Model) -> Timeline:
     ['F0.0', 'F0.1', 'B0.0', 'B0.1']
     """
     pipeline = getattr(getattr(model.distribute_strategy, "placement", None), "pipeline", None)
-    run = model.distribute_strategy.trainer.last.get(model) if pipeline else None
-    if run is None:
+    step = model.distribute_strategy.trainer.last.get(model) if pipeline else None
+    if step is None:
         raise ValueError(
             f"There is no step of the model {model.name!r} in stages yet. Train it with fit under a strategy whose mesh has "
             "the axis 'pipe'."
         )
-    count = 1 + max(event.action.microbatch for event in run.events)
-    forward_only = all(event.action.kind == FORWARD for event in run.events)
-    return Timeline(run.events, restricted(pipeline.schedule, count, forward_only))
+    count = 1 + max(event.action.microbatch for event in step.events)
+    forward_only = all(event.action.kind == FORWARD for event in step.events)
+    return Timeline(step.events, restricted(pipeline.schedule, count, forward_only))
 
 
 _NAMES = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward for inputs", WEIGHT: "backward for weights"}

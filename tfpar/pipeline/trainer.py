@@ -15,7 +15,7 @@ from tfpar.compat import training as steps
 from tfpar.pipeline import batches, loss_parts, schedules, updates, workers
 from tfpar.pipeline.batches import MicroBatch
 from tfpar.pipeline.plan import Pipeline
-from tfpar.pipeline.run import Run
+from tfpar.pipeline.run import Record, Run
 from tfpar.pipeline.stage import Received, StageProgram, forward_program, traced, training_program
 
 
@@ -29,7 +29,7 @@ class PipelineTrainer(training.GlobalViewTrainer):
     def __init__(self, pipeline: Pipeline):
         self.pipeline = pipeline
         self._workers: workers.Workers | None = None
-        self.last: weakref.WeakKeyDictionary[keras.Model, Run] = weakref.WeakKeyDictionary()
+        self.last: weakref.WeakKeyDictionary[keras.Model, Record] = weakref.WeakKeyDictionary()
 
     def train_function(self, model: keras.Model) -> Callable[[Iterable], Any]:
         if model.run_eagerly:
@@ -135,7 +135,7 @@ class Steps:
                 self._programs.clear()
                 for variable, value in before:
                     variable.assign(value)
-        self._trainer.last[self._model] = run
+        self._trainer.last[self._model] = run.record
         if is_new:
             self._report(run, mode)
         return run, parts
