@@ -355,17 +355,71 @@ def test_batch_norm_has_the_statistics_of_micro_batches():
         assert_close(getattr(one.layers[1], name).numpy(), many.weights[getattr(many.model.layers[1], name).path])
 
 
-def test_dropout_is_reproducible_and_the_same_with_recomputation():
+@pytest.mark.parametrize("mesh", ["pipe=2", "pipe=2,data=2"])
+def test_dropout_is_reproducible(mesh):
     def build():
-        return compiled(
-            keras.Sequential(
-                [keras.Input((8,)), layers.Dense(8), layers.Dropout(0.5, seed=3), layers.Dense(8), layers.Dense(1)]
-            )
-        )
+        dropout = layers.Dropout(0.5, seed=3)
+        return compiled(keras.Sequential([keras.Input((8,)), layers.Dense(8), dropout, layers.Dense(8), layers.Dense(1)]))
 
-    runs = [train(pipeline(recompute=how), build, fit_numbers) for how in (None, None, "stage")]
-    for run in runs[1:]:
-        assert_close(list(runs[0].weights.values()), list(run.weights.values()))
+    first, again = (train(pipeline(mesh), build, fit_numbers) for _ in range(2))
+    assert_close(list(first.weights.values()), list(again.weights.values()))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("recompute", [None, "stage"])
+def test_forward_and_backward_have_one_mask(rows, recompute):
+    """A linear model: the loss shows the mask of the forward, the kernel's gradient that of the backward."""
+    with pipeline(microbatches=1, cuts=["out"], recompute=recompute).scope():
+        kernel = layers.Dense(8, use_bias=False, name="kernel")
+        out = layers.Dense(1, use_bias=False, kernel_initializer="ones", name="out")
+        model = keras.Sequential([keras.Input((8,)), kernel, layers.Dropout(0.5, seed=3), out])
+        model.compile(keras.optimizers.SGD(1.0), lambda y, y_pred: keras.ops.mean(y_pred))
+    before = model.get_weights()[0]
+    loss = model.train_on_batch(np.eye(8)[:rows], np.zeros((rows, 1)))
+    gradient = before - kernel.kernel.numpy()
+    assert_close(float(loss), float(np.sum(gradient * before)))
+
+
+def test_layers_with_state_stay_in_one_stage():
+    def build():
+        norm, x = layers.BatchNormalization(name="norm"), keras.Input((8,))
+        return compiled(keras.Model(x, layers.Dense(1, name="out")(norm(layers.Dense(8)(norm(layers.Dense(8)(x)))))))
+
+    with pipeline("pipe=4").scope():
+        model = build()
+    with pytest.raises(ValueError, match="'norm' is called in several stages.*moving_mean"):
+        fit_numbers(model)
+    assert_equal(build, fit_numbers, pipeline(microbatches=1, cuts=["out"]))
+
+
+def test_a_layer_that_is_called_often_adds_each_loss_once():
+    def build():
+        shared, x = layers.Dense(8, activation="tanh", activity_regularizer="l2", kernel_regularizer="l1"), keras.Input((8,))
+        h = layers.Dense(8)(shared(layers.Dense(8)(shared(x))))
+        return compiled(keras.Model(x, layers.Dense(1)(shared(h))))
+
+    assert_equal(build, fit_numbers, pipeline())
+
+
+def test_nested_models_cast_their_inputs():
+    def build():
+        inner = keras.Sequential([keras.Input((8,), dtype="int32"), layers.Embedding(4, 3), layers.Flatten()])
+        x = keras.Input((8,))
+        return compiled(keras.Model(x, layers.Dense(1)(inner(keras.ops.abs(x)))))
+
+    assert_equal(build, fit_numbers, pipeline())
+
+
+def test_frozen_models_and_stages():
+    def build(frozen):
+        model = mlp()
+        for layer in model.layers[:frozen]:
+            layer.trainable = False
+        return compiled(model)
+
+    assert_equal(lambda: build(2), fit_numbers, pipeline(cuts=["out"]))
+    with pytest.warns(UserWarning, match="any trainable weights"):
+        train(pipeline(), lambda: build(3), fit_numbers)
 
 
 # Optimizers

@@ -73,3 +73,8 @@ def set_mask(value: Any, mask: Any) -> None:
 def layers_of(operation: Any) -> list[keras.layers.Layer]:
     """A layer and all layers in it; nothing for an operation that is no layer."""
     return list(operation._flatten_layers()) if isinstance(operation, keras.layers.Layer) else []
+
+
+def state_of(operation: Any) -> list[keras.Variable]:
+    """What a layer changes when it is called in training, such as averages; not seeds, and nothing if it is frozen."""
+    return [variable for layer in layers_of(operation) if layer.trainable for variable in layer._non_trainable_variables]

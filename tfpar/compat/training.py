@@ -10,6 +10,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.layers.layer import CallContext
 from keras.src.losses import loss as keras_loss
 from keras.src.trainers.compile_utils import CompileLoss
 from keras.src.trainers.trainer import Trainer
@@ -49,6 +51,21 @@ def losses_of(layers: Sequence[keras.layers.Layer], variables: Sequence[keras.Va
         yield
     finally:
         _stage.holds = outer
+
+
+@contextlib.contextmanager
+def calling(model: keras.Model, training: bool) -> Iterator[None]:
+    """While entered, on this thread, layers are called as by a call of `model`.
+
+    A layer that is called by itself forgets the losses of its calls before.
+    """
+    outer, context = global_state.get_global_attribute("current_call_ctx"), CallContext(model)
+    context.set_value("training", training)
+    global_state.set_global_attribute("current_call_ctx", context)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("current_call_ctx", outer)
 
 
 def cut_losses() -> None:

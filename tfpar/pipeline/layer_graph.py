@@ -39,6 +39,11 @@ class Call:
         return list(getattr(self.operation, "variables", ()))
 
     @property
+    def state(self) -> list[keras.Variable]:
+        """Those of them that it changes in training."""
+        return compat.state_of(self.operation)
+
+    @property
     def layers(self) -> list[keras.layers.Layer]:
         """The layer that is called and those in it."""
         return compat.layers_of(self.operation)
@@ -138,8 +143,8 @@ def _plain_inputs(node: Any, inner: keras.Model | None) -> list[Any] | None:
     args, kwargs = compat.call_arguments(node)
     given = keras.tree.flatten(args[0]) if len(args) == 1 else []
     plain = len(given) == len(inner.inputs) and all(isinstance(leaf, keras.KerasTensor) for leaf in given)
-    same_ranks = plain and all(len(a.shape) == len(b.shape) for a, b in zip(given, inner.inputs))
-    return given if same_ranks and not any(value is not None for value in kwargs.values()) else None
+    alike = plain and all((len(a.shape), a.dtype) == (len(b.shape), b.dtype) for a, b in zip(given, inner.inputs))
+    return given if alike and not any(value is not None for value in kwargs.values()) else None
 
 
 def _call(node: Any, numbers: _Numbers, path: str) -> Call:

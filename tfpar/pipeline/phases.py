@@ -9,7 +9,7 @@ operation belongs to the first phase that needs it:
 
 What a later phase needs of an earlier one is kept: its activations. So a backward repeats nothing, and the two parts of
 it can run apart (Qi et al., arXiv 2401.10241). With recomputation nothing is kept but what a repeated forward would not
-find again, such as the seed of a dropout mask.
+find again: random numbers, and variables that the forward assigns.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ class _Cutter:
         self._given = {tensor.op for tensor in traced.inputs} | self._late
         operations = traced.graph.get_operations()
         changed = {op.inputs[0].ref() for op in operations if _changes_state(op)}
-        self._drawn = {op for op in operations if op.type == "ReadVariableOp" and op.inputs[0].ref() in changed}
+        reads = {op for op in operations if op.type == "ReadVariableOp" and op.inputs[0].ref() in changed}
+        # DTensor draws other numbers where it splits them otherwise, which it may do in another function
+        self._drawn = reads | {op for op in operations if op.type.startswith("StatelessRandom")}
         self._varying = _descendants(operations, self._given | self._drawn)
 
     def cut(self, phases: Sequence[tuple[str, Sequence[tf.Tensor]]]) -> dict[str, Phase]:

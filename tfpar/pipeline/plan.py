@@ -105,8 +105,21 @@ class Pipeline:
         for part in partition.split(graph, ends):
             first = tuple(variable for variable in part.variables if id(variable) not in seen)
             seen.update(map(id, first))
+            _check_state(part, seen - set(map(id, first)))
             stages.append(Stage(model, graph, part, self.mesh_of(part.index), part.index == count - 1, first))
         return tuple(stages)
+
+
+def _check_state(part: partition.StagePart, earlier: set[int]) -> None:
+    """Raises ValueError where a stage shares state with an earlier one; each would change a copy of its own."""
+    for call in part.calls:
+        for variable in call.state:
+            if id(variable) in earlier:
+                raise ValueError(
+                    f"The layer {call.path!r} is called in several stages, among them {part.index}, and changes its state "
+                    f"{variable.path!r} in each: the copies would differ. Name cuts that leave its calls in one stage, or "
+                    "use a layer for each."
+                )
 
 
 def _schedule(schedule: str | Schedule, groups: int, microbatches: int, virtual: int | None) -> Schedule:

@@ -251,11 +251,12 @@ def forward(
         that, the stage's own part of the loss, the metrics, and the shapes and dtypes of the model's outputs.
     """
     values = form.unpack(arguments.received) | arguments.feed.inputs
-    layers = [layer for call in stage.part.calls for layer in call.layers]
+    layers = list({id(layer): layer for call in stage.part.calls for layer in call.layers}.values())
     loss, logs, outputs = None, {}, None
     with steps.losses_of(layers, stage.first):
-        for call in stage.part.calls:
-            values |= zip(call.outputs, call.run(values, mode == "train"))
+        with steps.calling(stage.model, mode == "train"):
+            for call in stage.part.calls:
+                values |= zip(call.outputs, call.run(values, mode == "train"))
         if stage.is_last and mode != "predict":
             x, y, weight = arguments.feed.batch
             y_pred = stage.graph.pack([values[number] for number in stage.part.sends])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -198,6 +199,9 @@ class Steps:
         is_new = not self._updates
         if is_new:
             self._make_updates({key for found in sums for key in found})
+        if not self._updates:
+            warnings.warn(f"The model {self._model.name!r} does not have any trainable weights.", stacklevel=2)
+            return
         values = [updates.gradients(holder, self._stages, sums) for holder, _ in self._updates]
         known: list[Any] = []
         if self._updates[0][1].facts is not None:
