@@ -67,6 +67,6 @@ setup(
             "setuptools>=77",  # tests/test_packaging.py builds the package without fetching a build environment
         ],
         "lint": ["ruff>=0.14"],
-        "bench": ["jax>=0.10"],  # Keras on JAX, to compare with
+        "bench": ["jax>=0.10", "torch>=2.10"],  # Keras on JAX and torch.distributed.pipelining, to compare with
     },
 )

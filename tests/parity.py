@@ -71,7 +71,9 @@ def train(
     check: Callable[[keras.Model], Any] = lambda model: None,
 ) -> Trained:
     """Builds under a strategy (None: one device), fits, and collects all numbers; `check` gives extra ones."""
-    keras.utils.clear_session(free_memory=False)
+    policy = keras.config.dtype_policy()
+    keras.utils.clear_session(free_memory=False)  # forgets the policy too
+    keras.config.set_dtype_policy(policy)
     keras.utils.set_random_seed(0)
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = build()

@@ -22,6 +22,8 @@ def test_losses_and_predictions(policy, rtol, mesh):
 
     one, many = run(None), run(parity.strategy_for(mesh))
     assert type(one.model.optimizer) is type(many.model.optimizer)
+    assert isinstance(many.model.optimizer, optimizers.LossScaleOptimizer) == (policy == "mixed_float16")
+    assert many.model.layers[0].compute_dtype == policy.removeprefix("mixed_")
     assert many.model.layers[0].kernel._value.dtype.name == "float32"
     np.testing.assert_allclose(many.history["loss"], one.history["loss"], rtol=rtol)
     np.testing.assert_allclose(many.checked, one.checked, rtol=rtol, atol=2 * rtol)

@@ -29,6 +29,7 @@ class Row:
         device_bytes: of the part that each device holds.
         reason: the layout rule that matched, or why there is none.
         owner: for a slot, the path of its weight; None for the optimizer's scalars.
+        stages: the pipeline stages that hold it; empty without an axis `pipe`.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class Row:
     device_bytes: int
     reason: str
     owner: str | None = None
+    stages: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +51,15 @@ class Description:
     Attributes:
         title: model and strategy.
         rows: one per variable, in the model's order, the optimizer's after them.
-        collectives: what devices send each other in a training step; empty before the first one.
+        collectives: what devices send each other in a training step; empty before the first one. With pipeline stages,
+            of one micro-batch and the update.
+        stage_bytes: bytes that each device holds, by its index along the axis `pipe`; empty without it.
     """
 
     title: str
     rows: tuple[Row, ...]
     collectives: tuple[Collective, ...] = ()
+    stage_bytes: tuple[int, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -63,8 +68,8 @@ class Description:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of variables that each device holds."""
-        return sum(row.device_bytes for row in self.rows)
+        """Bytes of variables that each device holds; with pipeline stages, the one that holds most."""
+        return max(self.stage_bytes, default=sum(row.device_bytes for row in self.rows))
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -83,7 +88,9 @@ class Description:
         widths = [max(len(line[i]) for line in lines) for i in range(len(_HEADER))]
         text = [_join(line, widths) for line in lines]
         rule = "-" * max(map(len, text))
-        footer = f"Each device holds {size_text(self.device_bytes)} of {size_text(self.bytes)}."
+        held = ", ".join(map(size_text, self.stage_bytes)) or size_text(self.device_bytes)
+        each = "The devices of the stages hold" if self.stage_bytes else "Each device holds"
+        footer = f"{each} {held} of {size_text(self.bytes)}."
         sent = [f"{number} {kind}s of {size_text(size)}" for kind, number, size in collectives.summary(self.collectives)]
         traffic = [f"A training step has {', '.join(sent)}."] if sent else []
         return "\n".join([self.title, rule, text[0], rule, *text[1:-1], rule, text[-1], footer, *traffic])
@@ -118,7 +125,31 @@ def describe(strategy: Any, model: keras.Model) -> Description:
     weights = {id(variable) for variable in model.trainable_variables}
     rows = [_row("weight" if id(v) in weights else "state", v, strategy.placement.reason(model, v)) for v in model.variables]
     rows += _slots(model)
-    return Description(f"{model.name} under {strategy!r}", tuple(rows), _collectives.get(model, ()))
+    title = f"{model.name} under {strategy!r}"
+    pipeline = strategy.placement.pipeline
+    if pipeline is None:
+        return Description(title, tuple(rows), _collectives.get(model, ()))
+    natives = [compat.native(v) for v in [*model.variables, *getattr(model.optimizer, "variables", ())]]
+    rows = [dataclasses.replace(row, stages=_stages(native, pipeline)) for row, native in zip(rows, natives)]
+    return Description(title, tuple(rows), _collectives.get(model, ()), _stage_bytes(natives, pipeline))
+
+
+def _stages(native: Any, pipeline: Any) -> tuple[int, ...]:
+    """The stages on the meshes that hold a copy of a variable."""
+    held = [layout.mesh for layout in native.layouts]
+    return tuple(s for s in range(pipeline.schedule.stages) if pipeline.mesh_of(s).dtensor_mesh in held)
+
+
+def _stage_bytes(natives: list[Any], pipeline: Any) -> tuple[int, ...]:
+    return tuple(
+        sum(
+            transfer.bytes_per_device(layout, tuple(native.shape), tf.as_dtype(native.dtype))
+            for native in natives
+            for layout in native.layouts
+            if layout.mesh == mesh.dtensor_mesh
+        )
+        for mesh in pipeline.meshes
+    )
 
 
 def remember_collectives(model: keras.Model, found: tuple[Collective, ...]) -> None:
@@ -161,6 +192,8 @@ def _row(kind: str, variable: keras.Variable, reason: str) -> Row:
 
 def _cells(row: Row, slots: list[Row]) -> tuple[str, ...]:
     layout = ", ".join(axis or "-" for axis in row.layout) if any(row.layout) else "replicated"
+    if row.stages:
+        layout += f" on stage {', '.join(map(str, row.stages))}"
     shape = " × ".join(str(dim) for dim in row.shape) or "scalar"
     return row.path, shape, row.dtype, layout, *_sizes([row], slots), row.reason
 

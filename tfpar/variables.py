@@ -181,10 +181,15 @@ class MeshVariable(dtensor.DVariable):
         for follower in self.followers:
             follower.place(*layouts)
 
-    def shards(self) -> tf.Tensor:
-        """The value as a DTensor, eagerly, without gathering it."""
-        with dtensor.default_mesh(self.layout.mesh):
-            return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)
+    def shards(self, copy: int = 0) -> tf.Tensor:
+        """The value as a DTensor, eagerly, without gathering it.
+
+        Args:
+            copy: which, where there are several; all hold the same value.
+        """
+        layout, handle = self._copies[copy]
+        with dtensor.default_mesh(layout.mesh):
+            return tf.raw_ops.ReadVariableOp(resource=handle, dtype=self.dtype)
 
     def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
         if self._in_step("read"):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfpar.compat import functions, training as steps
@@ -40,13 +41,79 @@ class Parts:
         self._scope.__exit__(*error)
 
     def _change(self, loss: tf.Tensor, reduction: str, divisor: tf.Tensor | None) -> tf.Tensor:
-        share = tf.cast(self._share, loss.dtype)
-        if reduction == "sum":
-            return loss / share
-        if divisor is None:
-            return loss
-        self.totals.append(tf.compat.v1.placeholder(tf.float64, ()))
-        return tf.math.divide_no_nan(loss * divisor, share * tf.cast(self.totals[-1], loss.dtype))
+        def total() -> tf.Tensor:
+            self.totals.append(tf.compat.v1.placeholder(tf.float64, ()))
+            return self.totals[-1]
+
+        return _corrected(loss, reduction, divisor, tf.cast(self._share, loss.dtype), total)
+
+
+def check_parts(model: keras.Model, outputs: Any, batch: Any, sizes: Sequence[int]) -> None:
+    """Tries, on random outputs, whether the loss of a batch is the sum of its parts.
+
+    It is not where a loss compares examples with each other, as contrastive losses do, or where a loss of the user's is
+    no mean over examples. Trained on micro-batches such a model would learn something else, without an error.
+
+    Args:
+        model: a compiled model.
+        outputs: shapes and dtypes of the model's outputs for the batch, in their structure.
+        batch: `(x, y, sample_weight)` on the host, as `compute_loss` takes them.
+        sizes: the number of examples of each micro-batch.
+
+    Raises:
+        ValueError: it is not.
+    """
+    rng, count = np.random.default_rng(0), sum(sizes)
+    predicted = tf.nest.map_structure(lambda spec: tf.cast(rng.uniform(0.1, 0.9, spec.shape), spec.dtype), outputs)
+    totals: list[tf.Tensor] = []
+
+    def record(loss: tf.Tensor, reduction: str, divisor: tf.Tensor | None) -> tf.Tensor:
+        totals.extend([] if divisor is None else [divisor])
+        return loss
+
+    def loss_of(rows: slice, change: steps.Reduced) -> float:
+        x, y, weight, y_pred = tf.nest.map_structure(lambda leaf: _rows(leaf, rows), (*batch, predicted))
+        with keras.StatelessScope(), steps.losses_of((), ()), steps.reductions(change):
+            return float(steps.compute_loss(model, x, y, y_pred, weight, True))
+
+    whole, parts, start = loss_of(slice(0, count), record), 0.0, 0
+    for size in sizes:
+        share, left = size / count, list(totals)
+
+        def change(loss: tf.Tensor, reduction: str, divisor: tf.Tensor | None, share=share, left=left) -> tf.Tensor:
+            return _corrected(loss, reduction, divisor, tf.constant(share, loss.dtype), lambda: left.pop(0))
+
+        parts += share * loss_of(slice(start, start + size), change)
+        start += size
+    if np.isfinite(whole) and not np.isclose(parts, whole, rtol=1e-2, atol=1e-3 * abs(whole)):
+        raise ValueError(
+            f"The loss of the model {model.name!r} is no mean over examples, so that it cannot be computed from "
+            f"micro-batches: on random outputs that of a batch is {whole:.4g}, that of its {len(sizes)} parts {parts:.4g}. "
+            "Use microbatches=1, or a loss that does not compare examples with each other."
+        )
+
+
+def _rows(leaf: Any, rows: slice) -> Any:
+    return None if leaf is None else leaf[rows] if leaf.shape.rank else leaf
+
+
+def _corrected(
+    loss: tf.Tensor, reduction: str, divisor: tf.Tensor | None, share: tf.Tensor, total: Callable[[], tf.Tensor]
+) -> tf.Tensor:
+    """A micro-batch's loss such that the sum over micro-batches, by share, is that of the batch.
+
+    Args:
+        loss: what Keras reduced to a number.
+        reduction: how.
+        divisor: what it was divided by, if that depends on masks or weights.
+        share: the micro-batch's share of the examples.
+        total: gives the divisor of the whole batch.
+    """
+    if reduction == "sum":
+        return loss / share
+    if divisor is None:
+        return loss
+    return tf.math.divide_no_nan(loss * divisor, share * tf.cast(total(), loss.dtype))
 
 
 def divisors(model: keras.Model, graph: LayerGraph, inputs: Any, batch: Any) -> Callable[[Sequence[tf.Tensor]], list]:

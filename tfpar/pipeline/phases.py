@@ -55,14 +55,14 @@ class Phase:
         function: takes `takes` in order and returns `gives`, then `keeps`.
         takes: the names of its groups of arguments: "inputs", "upstream", "accumulators", "F", "I".
         gives: how many results of its own it has.
-        keeps: how many tensors it keeps for later phases.
+        keeps: the bytes of each tensor that it keeps for later phases.
         kept: of each earlier phase, which of the tensors that it keeps this one takes.
     """
 
     function: Callable
     takes: tuple[str, ...]
     gives: int
-    keeps: int
+    keeps: tuple[int, ...]
     kept: dict[str, tuple[int, ...]]
 
 
@@ -78,26 +78,22 @@ def phases(traced: Traced, splits_backward: bool, recompute: bool) -> dict[str, 
         The phases by the kinds of actions that run them.
     """
     if splits_backward:
-        backward = [_Part(INPUT, traced.input_gradients), _Part(WEIGHT, traced.weight_gradients)]
+        backward = [(INPUT, traced.input_gradients), (WEIGHT, traced.weight_gradients)]
     else:
-        backward = [_Part(BACKWARD, [*traced.input_gradients, *traced.weight_gradients])]
-    return _Cutter(traced, recompute).cut([_forward(traced), *backward])
+        backward = [(BACKWARD, [*traced.input_gradients, *traced.weight_gradients])]
+    return _Cutter(traced, recompute).cut([(FORWARD, traced.results), *backward])
 
 
 def forward_only(traced: Traced) -> dict[str, Phase]:
     """The forward as the one phase of a stage's graph without gradients."""
-    return _Cutter(traced, recompute=True).cut([_forward(traced)])
+    return _Cutter(traced, recompute=True).cut([(FORWARD, traced.results)])
 
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
     kind: str
     fetches: Sequence[tf.Tensor]
-    effects: Sequence[tf.Operation] = ()
-
-
-def _forward(traced: Traced) -> _Part:
-    return _Part(FORWARD, traced.results, [op for op in traced.graph.get_operations() if _changes_state(op)])
+    effects: Sequence[tf.Operation]
 
 
 class _Cutter:
@@ -105,17 +101,25 @@ class _Cutter:
 
     def __init__(self, traced: Traced, recompute: bool):
         self._traced, self._recompute = traced, recompute
-        self._given = {tensor.op for tensor in (*traced.inputs, *traced.upstream, *traced.accumulators)}
+        self._late = {tensor.op for tensor in (*traced.upstream, *traced.accumulators)}
+        self._given = {tensor.op for tensor in traced.inputs} | self._late
         operations = traced.graph.get_operations()
         changed = {op.inputs[0].ref() for op in operations if _changes_state(op)}
         self._drawn = {op for op in operations if op.type == "ReadVariableOp" and op.inputs[0].ref() in changed}
         self._varying = _descendants(operations, self._given | self._drawn)
 
-    def cut(self, parts: Sequence[_Part]) -> dict[str, Phase]:
+    def cut(self, phases: Sequence[tuple[str, Sequence[tf.Tensor]]]) -> dict[str, Phase]:
+        late = _descendants(self._traced.graph.get_operations(), self._late)
+        effects = functions.effects(self._traced.graph)
+        when = {phases[0][0]: [op for op in effects if op not in late], phases[-1][0]: [op for op in effects if op in late]}
+        parts = [_Part(kind, fetches, when.get(kind, ())) for kind, fetches in phases]
         home: dict[tf.Operation, str] = {}
         for part in parts:
+            done = set(home)
             for operation in functions.ancestors([*(t.op for t in part.fetches), *part.effects]):
                 home.setdefault(operation, part.kind)
+                if operation not in done:
+                    functions.forget_order(operation, done)
         needed = {part.kind: self._needed(part, home) for part in parts}
         keeps = {
             part.kind: list(dict.fromkeys(t.ref() for other in parts for t in needed[other.kind] if home[t.op] == part.kind))
@@ -126,7 +130,7 @@ class _Cutter:
     def _needed(self, part: _Part, home: dict[tf.Operation, str]) -> list[tf.Tensor]:
         """The tensors that a part takes from earlier ones."""
         found: dict[Any, tf.Tensor] = {}
-        seen, stack = set(), [tensor.op for tensor in part.fetches]
+        seen, stack = set(), [*(tensor.op for tensor in part.fetches), *part.effects]
         for tensor in part.fetches:  # a result of an earlier part
             if home[tensor.op] != part.kind and tensor.op not in self._given and self._is_kept(tensor.op, home):
                 found[tensor.ref()] = tensor
@@ -172,7 +176,7 @@ class _Cutter:
         repeated = [op.name for op in function.graph.get_operations() if _changes_state(op)] if part.kind != FORWARD else []
         if repeated:
             raise NotImplementedError(f"A backward would assign variables a second time: {', '.join(repeated)}.")
-        return Phase(function, tuple(takes), len(part.fetches), len(own), kept)
+        return Phase(function, tuple(takes), len(part.fetches), tuple(map(_bytes, own)), kept)
 
     def _reached(self, part: _Part, stops: set) -> set[tf.Operation]:
         seen, stack = set(), [*part.fetches, *(tensor for op in part.effects for tensor in op.inputs)]
@@ -196,3 +200,7 @@ def _descendants(operations: Iterable[tf.Operation], sources: set[tf.Operation])
 
 def _changes_state(operation: tf.Operation) -> bool:
     return operation.type.startswith("Assign") and operation.type.endswith("VariableOp")
+
+
+def _bytes(tensor: tf.Tensor) -> int:
+    return tensor.shape.num_elements() * tensor.dtype.size

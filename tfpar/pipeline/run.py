@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.experimental import dtensor
 
 from tfpar import input as input_lib, transfer
 from tfpar.pipeline import crossing
@@ -77,8 +76,7 @@ class Run:
         try:
             arrived = self._arrived(stage, action)
             start = time.perf_counter()
-            with dtensor.default_mesh(stage.mesh.dtensor_mesh):
-                self._do(device, stage, program, action, arrived)
+            self._do(device, stage, program, action, arrived)
             self.events.append(Event(device, action, start, time.perf_counter()))
         except (Aborted, StageError, TimeoutError):
             raise
@@ -101,22 +99,22 @@ class Run:
             feed = input_lib.distribute(self._parts[i].feeds[index].flat, mesh)
             numbers = [self._parts[i].share, *self._totals[: program.totals]]
             scalars = [transfer.to_mesh(np.float64(number), mesh.layout(())) for number in numbers]
-            held = self._held[index, i] = {"inputs": [*moved, *feed, *scalars]}
+            held = self._held[index, i] = {"inputs": [*moved, *feed, *scalars], "share": scalars[0]}
         else:
             held = self._held[index, i]
             if action.kind != WEIGHT:
                 held["upstream"] = moved
         if "accumulators" in phase.takes and not self.sums[index]:
-            self.sums[index] = list(program.zeros())
+            self.sums[index] = list(program.zeros(held["share"]))
         groups = held | {"accumulators": self.sums[index]}
         arguments = [tensor for name in phase.takes for tensor in groups[name]]
         arguments += [held[kind][n] for kind, numbers in phase.kept.items() for n in numbers]
         results = phase.function(*arguments)
-        own, kept = results[: phase.gives], results[phase.gives : phase.gives + phase.keeps]
+        own, kept = results[: phase.gives], results[phase.gives :]
         del groups, arguments, results, moved
         if kept:
             held[action.kind] = dict(enumerate(kept))
-            self.memory.hold(device, kept)
+            self.memory.hold(device, kept, phase.keeps)
         self._release(held, program, action)
         self._hand_on(stage, program, action, own)
 
@@ -124,7 +122,7 @@ class Run:
         """Lets go of what no later phase of this micro-batch takes."""
         kinds = list(program.phases)
         later = [program.phases[kind] for kind in kinds[kinds.index(action.kind) + 1 :]]
-        for name in list(held):
+        for name in [name for name in held if name != "share"]:
             if name in ("inputs", "upstream"):
                 if not any(name in phase.takes for phase in later) and (name != "upstream" or action.kind != FORWARD):
                     del held[name]
@@ -157,23 +155,26 @@ class Memory:
 
     Args:
         devices: how many.
+
+    Attributes:
+        held: now, per device.
+        peaks: the most at once, per device.
     """
 
     def __init__(self, devices: int):
         self._lock = threading.Lock()
-        self._now, self.peaks = [0] * devices, [0] * devices
+        self.held, self.peaks = [0] * devices, [0] * devices
 
-    def hold(self, device: int, tensors: Sequence[tf.Tensor]) -> None:
-        """Counts tensors until nothing refers to them."""
-        for tensor in tensors:
-            size = tensor.shape.num_elements() * tensor.dtype.size
-            self._add(device, size)
+    def hold(self, device: int, tensors: Sequence[tf.Tensor], sizes: Sequence[int]) -> None:
+        """Counts tensors, whose bytes are given, until nothing refers to them."""
+        self._add(device, sum(sizes))
+        for tensor, size in zip(tensors, sizes):
             weakref.finalize(tensor, self._add, device, -size)
 
     def _add(self, device: int, size: int) -> None:
         with self._lock:
-            self._now[device] += size
-            self.peaks[device] = max(self.peaks[device], self._now[device])
+            self.held[device] += size
+            self.peaks[device] = max(self.peaks[device], self.held[device])
 
 
 _KINDS: Mapping[str, str] = {

@@ -38,7 +38,7 @@ def stages(parts: Sequence[Callable], name: str | None = None) -> keras.Model:
     wrong = [part for part in parts if not callable(part)]
     if not parts or wrong:
         raise ValueError(f"stages takes a list of layers, models or functions, got {wrong[0] if wrong else parts!r}.")
-    return _Stages(parts, name=name)
+    return _Stages(parts, name=name or "stages")
 
 
 class _Stages(keras.Model):

@@ -104,7 +104,8 @@ class StageProgram:
         totals: how many numbers its forward takes that are known of a whole batch only, see `loss_parts.py`.
         trained: for each weight, whether the loss depends on it.
         received_floats: how many of the tensors that it receives have a gradient.
-        zeros: makes the sums of gradients that a step starts with.
+        outputs: of the last stage, the shapes and dtypes of the model's outputs for a micro-batch; None elsewhere.
+        zeros: makes the sums of gradients that a step starts with; takes any tensor on the mesh.
     """
 
     phases: Mapping[str, phases.Phase]
@@ -114,7 +115,8 @@ class StageProgram:
     totals: int
     trained: tuple[bool, ...] = ()
     received_floats: int = 0
-    zeros: Callable[[], list[tf.Tensor]] | None = None
+    outputs: Any = None
+    zeros: Callable[[tf.Tensor], list[tf.Tensor]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +156,7 @@ def training_program(stage: Stage, feed: Feed, received: Received, splits_backwa
         with tf.GradientTape() as tape, Parts(share) as parts:
             sources = [tensor for tensor in arguments.received if tensor.dtype.is_floating]
             tape.watch(sources)
-            sent, form, loss, logs = forward(stage, arguments, received.form, "train")
+            sent, form, loss, logs, outputs = forward(stage, arguments, received.form, "train")
             part = loss * tf.cast(share, loss.dtype)
             targets = [tensor for tensor in sent if tensor.dtype.is_floating]
             scaled = stage.model.optimizer.scale_loss(part)
@@ -174,15 +176,15 @@ def training_program(stage: Stage, feed: Feed, received: Received, splits_backwa
             input_gradients=[tf.zeros_like(s) if g is None else tf.identity(g) for g, s in zip(of_inputs, sources)],
             weight_gradients=[_laid_out(total + g, v) for total, (v, g) in zip(accumulators, summed)],
         )
-        found["program"] = sent, form, tuple(g is not None for g in of_weights), logs, len(parts.totals)
+        found["program"] = sent, form, tuple(g is not None for g in of_weights), logs, len(parts.totals), outputs
 
     traced(stage.model, stage.mesh, joint)
-    sent, form, trained, logs, totals = found["program"]
+    sent, form, trained, logs, totals, outputs = found["program"]
     parts = phases.phases(found["traced"], splits_backward, recompute)
     summed = [variable for variable, has in zip(native, trained) if has]
-    zeros = traced(stage.model, stage.mesh, lambda: [_laid_out(tf.zeros(v.shape, v.dtype), v) for v in summed])
+    zeros = traced(stage.model, stage.mesh, lambda _: [_laid_out(tf.zeros(v.shape, v.dtype), v) for v in summed], SHARE)
     floats = sum(spec.dtype.is_floating for spec in received.specs)
-    return StageProgram(parts, _specs(sent), form, logs, totals, trained, floats, zeros)
+    return StageProgram(parts, _specs(sent), form, logs, totals, trained, floats, outputs, zeros)
 
 
 def forward_program(stage: Stage, feed: Feed, received: Received, mode: str) -> StageProgram:
@@ -202,7 +204,7 @@ def forward_program(stage: Stage, feed: Feed, received: Received, mode: str) -> 
     def alone() -> None:
         arguments, share = _arguments(feed, received), _placeholder(SHARE)
         with Parts(share) as parts:
-            sent, form, loss, logs = forward(stage, arguments, received.form, mode)
+            sent, form, loss, logs, _ = forward(stage, arguments, received.form, mode)
         part = tf.identity(loss * tf.cast(share, loss.dtype))
         found["traced"] = phases.Traced(
             graph=tf.compat.v1.get_default_graph(),
@@ -235,7 +237,7 @@ def _arguments(feed: Feed, received: Received) -> _Arguments:
 
 def forward(
     stage: Stage, arguments: _Arguments, form: crossing.Form, mode: str
-) -> tuple[list[tf.Tensor], crossing.Form, tf.Tensor, Any]:
+) -> tuple[list[tf.Tensor], crossing.Form, tf.Tensor, Any, Any]:
     """Runs a stage's layers, in a graph.
 
     Args:
@@ -246,24 +248,26 @@ def forward(
 
     Returns:
         What goes to the next stage (of the last one, when predicting, the model's outputs) and how to find values in
-        that, the stage's own part of the loss, and the metrics.
+        that, the stage's own part of the loss, the metrics, and the shapes and dtypes of the model's outputs.
     """
     values = form.unpack(arguments.received) | arguments.feed.inputs
     layers = [layer for call in stage.part.calls for layer in call.layers]
-    loss, logs = None, {}
+    loss, logs, outputs = None, {}, None
     with steps.losses_of(layers, stage.first):
         for call in stage.part.calls:
             values |= zip(call.outputs, call.run(values, mode == "train"))
         if stage.is_last and mode != "predict":
             x, y, weight = arguments.feed.batch
             y_pred = stage.graph.pack([values[number] for number in stage.part.sends])
+            outputs = tf.nest.map_structure(lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype), y_pred)
             loss = steps.compute_loss(stage.model, x, y, y_pred, weight, mode == "train")
             logs = stage.model.compute_metrics(x, y, y_pred, sample_weight=weight)
+            logs = tf.nest.map_structure(tf.convert_to_tensor, logs)
         elif mode != "predict":
             losses = [keras.ops.sum(keras.ops.cast(each, keras.config.floatx())) for each in stage.model.losses]
             loss = keras.ops.sum(losses) if losses else None
     sent, sent_form = crossing.pack(values, () if stage.is_last and mode != "predict" else stage.part.sends)
-    return sent, sent_form, tf.zeros((), keras.config.floatx()) if loss is None else loss, logs
+    return sent, sent_form, tf.zeros((), keras.config.floatx()) if loss is None else loss, logs, outputs
 
 
 def _laid_out(value: tf.Tensor, variable: Any) -> tf.Tensor:

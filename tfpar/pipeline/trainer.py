@@ -9,9 +9,8 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.experimental import dtensor
 
-from tfpar import collectives, describe, devices, errors, op_support, training, transfer
+from tfpar import collectives, describe, devices, errors, op_support, op_warnings, training, transfer
 from tfpar.compat import training as steps
 from tfpar.pipeline import batches, loss_parts, schedules, updates, workers
 from tfpar.pipeline.batches import MicroBatch
@@ -110,7 +109,8 @@ class Steps:
         training.build(self._model, batch)
         self._strategy.lay_out(self._model, batch)
         self._stages = self._pipeline.stages(self._model, batch)
-        updates.place_state(self._model, self._pipeline.meshes, self._stages)
+        if not self._programs:
+            updates.place_state(self._model, self._pipeline.meshes, self._stages)
 
     def _run(self, batch: Any, mode: str) -> tuple[Run, list[MicroBatch]]:
         """The forwards, and the backwards when training, of all micro-batches."""
@@ -121,6 +121,8 @@ class Steps:
         while True:
             is_new = any((mode, part.signature) not in self._programs for part in parts)
             mailbox, programs = workers.Mailbox(), [self._program(part, mode) for part in parts]
+            if is_new and mode == "train" and len(parts) > 1:
+                self._check_loss(whole, parts, programs[0][-1].outputs)
             run = Run(self._stages, programs, parts, self._totals(whole, programs), mailbox)
             before = self._state() if is_new else []
             carry_out = workers.carry_out_in_turn if is_new else self._trainer.workers.carry_out
@@ -134,9 +136,28 @@ class Steps:
                 for variable, value in before:
                     variable.assign(value)
         self._trainer.last[self._model] = run
-        if is_new and mode == "train":
-            describe.remember_collectives(self._model, collectives.of_new_programs())
+        if is_new:
+            self._report(run, mode)
         return run, parts
+
+    def _report(self, run: Run, mode: str) -> None:
+        """Warns of what runs whole on every device, and remembers what devices send each other."""
+        sent = collectives.of_new_programs()
+        for graph in (phase.function.graph for program in run.programs[0] for phase in program.phases.values()):
+            op_warnings.warn_replicated(graph)
+            op_warnings.warn_gathered(graph, sent)
+        if mode == "train":
+            describe.remember_collectives(self._model, sent)
+
+    def _check_loss(self, batch: batches.Batch, parts: list[MicroBatch], outputs: Any) -> None:
+        """Refuses a loss that cannot be computed from micro-batches."""
+
+        def of_batch(spec: tf.TensorSpec) -> tf.TensorSpec:
+            return tf.TensorSpec([batch.examples, *spec.shape[1:]], spec.dtype) if spec.shape.rank else spec
+
+        whole = tf.nest.map_structure(of_batch, outputs)
+        with tf.device(devices.host()):
+            loss_parts.check_parts(self._model, whole, batch.extra, [part.examples for part in parts])
 
     def _totals(self, batch: batches.Batch, programs: list[list[StageProgram]]) -> list[float]:
         """What the losses are divided by on the whole batch, where that depends on masks or weights."""
@@ -184,14 +205,14 @@ class Steps:
 
         def apply(device: int) -> None:
             holder, made = self._updates[device]
-            with dtensor.default_mesh(holder.mesh.dtensor_mesh), errors.explained(self._model, self._strategy):
+            with errors.explained(self._model, self._strategy):
                 made.apply(*values[device], *(transfer.to_mesh(fact, holder.mesh.layout(())) for fact in known))
 
         if is_new:
             for device in range(len(self._updates)):
                 apply(device)
         else:
-            self._trainer.workers.each(apply, workers.Mailbox())
+            self._trainer.workers.each(len(self._updates), apply, workers.Mailbox())
 
     def _make_updates(self, with_gradient: set[int]) -> None:
         scales = hasattr(self._model.optimizer, "check_finite")
@@ -212,8 +233,7 @@ class Steps:
             self._finish = traced(self._model, mesh, finish, *specs)
         loss = np.float64(sum(map(sum, run.losses)))
         examples = np.int32(sum(part.examples for part in parts))
-        with dtensor.default_mesh(mesh.dtensor_mesh):
-            return run.logs | self._finish(*(transfer.to_mesh(value, mesh.layout(())) for value in (loss, examples)))
+        return run.logs | self._finish(*(transfer.to_mesh(value, mesh.layout(())) for value in (loss, examples)))
 
 
 def _replicates(error: BaseException | None) -> bool:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.experimental import dtensor
 
 from tfpar import compat, transfer
 from tfpar.compat import training as steps
@@ -86,11 +85,10 @@ def gradients(holder: Holder, stages: Sequence[Stage], sums: Sequence[Mapping[in
         sums: per stage, the gradients by the ids of the weights.
     """
     values = []
-    with dtensor.default_mesh(holder.mesh.dtensor_mesh):
-        for variable in holder.trained:
-            parts = [found[id(variable)] for found in sums if id(variable) in found]
-            moved = [crossing.move(part, holder.mesh.dtensor_mesh) for part in parts]
-            values.append(moved[0] if len(moved) == 1 else tf.add_n(moved))
+    for variable in holder.trained:
+        parts = [found[id(variable)] for found in sums if id(variable) in found]
+        moved = [crossing.move(part, holder.mesh.dtensor_mesh) for part in parts]
+        values.append(moved[0] if len(moved) == 1 else tf.add_n(moved))
     return values
 
 

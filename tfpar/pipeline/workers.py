@@ -79,10 +79,11 @@ class Workers:
     def __init__(self, count: int):
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix=f"tfpar-pipeline-{i}") for i in range(count)]
 
-    def each(self, work: Callable[[int], Any], mailbox: Mailbox) -> list[Any]:
-        """Calls `work` with each device's number, each on its thread, and returns when all have ended.
+    def each(self, count: int, work: Callable[[int], Any], mailbox: Mailbox) -> list[Any]:
+        """Calls `work` with the numbers below `count`, each on its thread, and returns when all have ended.
 
         Args:
+            count: of devices.
             work: what a device does.
             mailbox: what they wait for; aborted where one fails.
 
@@ -98,7 +99,7 @@ class Workers:
                 return work(device)
 
         with _aborting(mailbox):
-            futures = [thread.submit(guarded, device) for device, thread in enumerate(self._threads)]
+            futures = [thread.submit(guarded, device) for device, thread in enumerate(self._threads[:count])]
             while wait(futures, timeout=1.0).not_done:
                 mailbox.check()
         failures = [error for future in futures if (error := future.exception()) is not None]
@@ -113,7 +114,7 @@ class Workers:
             for action in schedule.actions[device]:
                 act(device, action)
 
-        self.each(work, mailbox)
+        self.each(schedule.devices, work, mailbox)
 
 
 def carry_out_in_turn(schedule: Schedule, act: Callable[[int, Action], None], mailbox: Mailbox) -> None:
