@@ -233,6 +233,28 @@ def test_a_subclass_without_stages_is_refused():
         fit_numbers(model)
 
 
+def test_outputs_that_cannot_be_joined():
+    def build():
+        x = keras.Input((8,))
+        h = layers.Dense(8)(layers.Dense(8)(x))
+        return compiled(keras.Model(x, keras.ops.matmul(keras.ops.transpose(h), h)))
+
+    with pipeline().scope():
+        model = build()
+    with pytest.raises(ValueError, match="cannot be joined.*microbatches=1"):
+        model.predict(X, verbose=0)
+
+
+def test_a_model_with_a_fixed_batch():
+    def build():
+        x = keras.Input(batch_shape=(4, 6, 3))
+        return compiled(keras.Model(x, layers.Dense(1)(layers.LSTM(4)(x))))
+
+    x = np.random.RandomState(0).randn(8, 6, 3)
+    fit = lambda m: m.fit(x, Y[:8], batch_size=4, epochs=2, shuffle=False, verbose=0)  # noqa: E731
+    assert_equal(build, fit, pipeline(microbatches=1))
+
+
 # Losses, metrics, state
 
 

@@ -48,7 +48,10 @@ def test_model(name, mesh):
     def fit(model):
         return model.fit(*data[:2], sample_weight=data[2] if len(data) > 2 else None, batch_size=8, epochs=5, verbose=0)
 
-    one, many = train(None, build, fit), train(tfpar.HybridStrategy(mesh, microbatches=2), build, fit)
+    strategy = tfpar.HybridStrategy(mesh, microbatches=2)
+    one, many = train(None, build, fit), train(strategy, build, fit)
+    for stage in strategy.trainer.pipeline.stages(many.model):
+        assert any("backbone/transformer_layer" in call.path for call in stage.part.calls)
     for path, weight in one.weights.items():
         assert_close(weight, many.weights[path], what=path)
     assert_close(one.history, many.history)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfpar import compat
 
-EXAMPLES = 2  # the batch that the graph is made for; its size does not matter
+EXAMPLES = 2  # the batch that the graph is made for, unless the model's inputs have a size of their own
 LENGTHS = (16, 64, 224)  # tried for dims whose size is not known, such as the length of a sequence or the width of an image
 
 
@@ -65,7 +65,7 @@ def _trace(model: keras.Model, inputs: Any, forward: Callable[[Any], Any] | None
             mapping.append((variable, value))
         values = keras.tree.map_structure(
             lambda leaf: tf.compat.v1.placeholder(
-                leaf.dtype, (EXAMPLES, *(length if size is None else size for size in leaf.shape[1:]))
+                leaf.dtype, (_examples(leaf), *(length if size is None else size for size in leaf.shape[1:]))
             ),
             inputs,
         )
@@ -73,6 +73,10 @@ def _trace(model: keras.Model, inputs: Any, forward: Callable[[Any], Any] | None
             outputs = forward(values) if forward else model(values, training=True)
         outputs = [tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(outputs)]
     return ModelGraph(graph.get_operations(), names, outputs)
+
+
+def _examples(leaf: Any) -> int:
+    return isinstance(leaf, keras.KerasTensor) and leaf.shape[0] or EXAMPLES
 
 
 def input_specs(model: keras.Model, batch: Any = None) -> Any:

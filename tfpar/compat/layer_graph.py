@@ -40,6 +40,11 @@ def call_arguments(node: Any) -> tuple[tuple, dict]:
     return node.arguments.args, node.arguments.kwargs
 
 
+def input_structure(model: keras.Model) -> Any:
+    """A Functional model's inputs in the structure that it was made with."""
+    return model._inputs_struct
+
+
 def output_structure(model: keras.Model) -> Any:
     """A Functional model's outputs in the structure that its call returns."""
     return keras_functional.unpack_singleton(model._outputs_struct)

@@ -128,7 +128,7 @@ def _calls(model: keras.Model, numbers: _Numbers, prefix: str) -> Iterator[Call]
         if given is None:
             yield _call(node, numbers, path)
             continue
-        for tensor, outer in zip(inner.inputs, given):
+        for tensor, outer in given:
             numbers.same(tensor, numbers.of(outer))
         yield from _calls(inner, numbers, path + "/")
         made = [numbers.of(tensor) for tensor in inner.outputs]
@@ -136,15 +136,18 @@ def _calls(model: keras.Model, numbers: _Numbers, prefix: str) -> Iterator[Call]
             numbers.same(tensor, number)
 
 
-def _plain_inputs(node: Any, inner: keras.Model | None) -> list[Any] | None:
-    """The tensors that a node gives to a nested model; None where it is not one, or is called with more than them."""
+def _plain_inputs(node: Any, inner: keras.Model | None) -> list[tuple[Any, Any]] | None:
+    """Each input of a nested model and what a node gives for it; None where it is none, or is called with more than them."""
     if inner is None:
         return None
     args, kwargs = compat.call_arguments(node)
-    given = keras.tree.flatten(args[0]) if len(args) == 1 else []
-    plain = len(given) == len(inner.inputs) and all(isinstance(leaf, keras.KerasTensor) for leaf in given)
-    alike = plain and all((len(a.shape), a.dtype) == (len(b.shape), b.dtype) for a, b in zip(given, inner.inputs))
-    return given if alike and not any(value is not None for value in kwargs.values()) else None
+    given, wanted = keras.tree.flatten(args), keras.tree.flatten(compat.input_structure(inner))
+    if len(args) != 1 or len(given) != len(wanted) or any(leaf is not None for leaf in keras.tree.flatten(kwargs)):
+        return None
+    plain = all(isinstance(leaf, keras.KerasTensor) for leaf in given)
+    alike = plain and all((len(a.shape), a.dtype) == (len(b.shape), b.dtype) for a, b in zip(given, wanted))
+    same_keys = not isinstance(args[0], dict) or sorted(args[0]) == sorted(compat.input_structure(inner))
+    return list(zip(wanted, given)) if alike and same_keys else None
 
 
 def _call(node: Any, numbers: _Numbers, path: str) -> Call:

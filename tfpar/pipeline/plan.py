@@ -100,7 +100,9 @@ class Pipeline:
         elif count == 1:
             ends = [len(graph.calls)]
         else:
-            ends = partition.balanced(graph, costs.estimate(model, graph, model_graph.input_specs(model, batch)), count)
+            known = model_graph.input_specs(model)
+            inputs = model_graph.input_specs(model, batch) if known is None else known
+            ends = partition.balanced(graph, costs.estimate(model, graph, inputs), count)
         stages, seen = [], set()
         for part in partition.split(graph, ends):
             first = tuple(variable for variable in part.variables if id(variable) not in seen)

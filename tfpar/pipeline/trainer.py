@@ -103,6 +103,12 @@ class Steps:
             tensors = [transfer.to_host(tensor) for tensor in run.outputs[i]]
             values = self._programs["predict", part.signature][-1].form.unpack(tensors)
             outputs.append(last.graph.pack([values[number] for number in last.part.sends]))
+            wrong = [leaf.shape for leaf in tf.nest.flatten(outputs[-1]) if leaf.shape[:1] != (part.examples,)]
+            if wrong and len(parts) > 1:
+                raise ValueError(
+                    f"The model {self._model.name!r} has an output of shape {tuple(wrong[0])} for {part.examples} examples, "
+                    "so that the outputs of micro-batches cannot be joined. Use microbatches=1."
+                )
         return tf.nest.map_structure(lambda *leaves: tf.concat(leaves, 0), *outputs)
 
     def _prepare(self, batch: Any) -> None:
