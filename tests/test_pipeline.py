@@ -333,6 +333,15 @@ def test_a_loss_that_is_no_mean_over_examples_is_refused():
     assert_equal(lambda: compiled(mlp(outputs=3), loss=contrast), fit_numbers, pipeline(microbatches=1))
 
 
+def mean_error(y_true, y_pred):
+    """A metric as one number."""
+    return keras.ops.mean(keras.ops.abs(y_true - y_pred))
+
+
+def test_a_metric_of_one_number_is_exact_over_parts_of_different_sizes():
+    assert_equal(lambda: compiled(mlp(), metrics=[mean_error]), fit_numbers, pipeline(microbatches=3))
+
+
 def test_validation_class_weight_callbacks_and_batch_methods():
     labels = (X[:, 0] > 0).astype("int32")
 

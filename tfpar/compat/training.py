@@ -154,6 +154,16 @@ def track_losses_by_step(in_step: Callable[[], bool], share: Callable[[], Any]) 
 
     CompileLoss.build = build_and_wrap
 
+    update_mean = keras.metrics.Mean.update_state
+
+    @functools.wraps(update_mean)
+    def update_by_share(self, values, sample_weight=None):
+        """One number for a part of a step counts as that part; Keras counts it as a batch."""
+        is_number = share() is not None and sample_weight is None and len(tf.convert_to_tensor(values).shape) == 0
+        return update_mean(self, values, sample_weight=share() if is_number else sample_weight)
+
+    keras.metrics.Mean.update_state = update_by_share
+
 
 def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
     """An optimizer and those that it wraps."""
