@@ -25,7 +25,7 @@ def prune(graph: Any, feeds: Sequence[tf.Tensor], fetches: Sequence[tf.Tensor | 
     part = wrap_function.WrappedFunction(graph, wrap_function.VariableHolder()).prune(list(feeds), list(fetches))
     specs = [tf.TensorSpec(feed.shape, feed.dtype) for feed in feeds]
     # traced once more, because TensorFlow optimizes the function of a part less: it took up to three times as long
-    return Flat(tf.function(lambda *arguments: part(*arguments), autograph=False).get_concrete_function(*specs))
+    return Flat(tf.function(lambda *arguments: part(*arguments), autograph=False).get_concrete_function(*specs), part.graph)
 
 
 class Flat:
@@ -33,10 +33,11 @@ class Flat:
 
     Args:
         function: takes and returns tensors, or nothing.
+        graph: what it does.
     """
 
-    def __init__(self, function: Any):
-        self._function, self.graph = function, function.graph
+    def __init__(self, function: Any, graph: Any):
+        self._function, self.graph = function, graph
 
     def __call__(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
         outputs = self._function._call_flat(list(tensors), self._function.captured_inputs)

@@ -104,7 +104,8 @@ class _Cutter:
         self._late = {tensor.op for tensor in (*traced.upstream, *traced.accumulators)}
         self._given = {tensor.op for tensor in traced.inputs} | self._late
         operations = traced.graph.get_operations()
-        changed = {op.inputs[0].ref() for op in operations if _changes_state(op)}
+        self._effects = functions.effects(traced.graph)
+        changed = {tensor.ref() for op in self._effects for tensor in op.inputs if tensor.dtype == tf.resource}
         reads = {op for op in operations if op.type == "ReadVariableOp" and op.inputs[0].ref() in changed}
         # DTensor draws other numbers where it splits them otherwise, which it may do in another function
         self._drawn = reads | {op for op in operations if op.type.startswith("StatelessRandom")}
@@ -112,8 +113,8 @@ class _Cutter:
 
     def cut(self, phases: Sequence[tuple[str, Sequence[tf.Tensor]]]) -> dict[str, Phase]:
         late = _descendants(self._traced.graph.get_operations(), self._late)
-        effects = functions.effects(self._traced.graph)
-        when = {phases[0][0]: [op for op in effects if op not in late], phases[-1][0]: [op for op in effects if op in late]}
+        early = [op for op in self._effects if op not in late]
+        when = {phases[0][0]: early, phases[-1][0]: [op for op in self._effects if op in late]}
         parts = [_Part(kind, fetches, when.get(kind, ())) for kind, fetches in phases]
         home: dict[tf.Operation, str] = {}
         for part in parts:
