@@ -40,8 +40,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("mesh", ["pipe=2", "pipe=2,data=2,model=2"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "mesh"), [("gpt2", "pipe=2,data=2,model=2"), ("bert", "pipe=2")])
 def test_model(name, mesh):
     build, data = CASES[name]
 
