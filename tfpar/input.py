@@ -77,6 +77,11 @@ def check(batch: Any) -> Any:
     return batch
 
 
+def rows(batch: Any, which: slice) -> Any:
+    """Some examples of a structure of tensors; None and scalars belong to all of them."""
+    return tf.nest.map_structure(lambda leaf: leaf[which] if leaf is not None and leaf.shape.rank else leaf, batch)
+
+
 def _refuse(leaf: Any) -> None:
     for kinds, mend in _UNSPLITTABLE.items():
         if isinstance(leaf, kinds):

@@ -14,7 +14,6 @@ The audit, `python -m tfpar.op_support --audit`, finds them; docs/op_support.md 
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfpar import compat, op_ctc, op_fft, op_gathers, op_loops, op_routes, variables
+from tfpar.compat import functions
 
 _VARIABLE = "DTENSOR_ENABLE_REPLICATED_SPMD_AS_DEFAULT_TF."
 _REFUSED = re.compile(r"'tf\.(\w+)' op does not implement layout propagation")
@@ -89,6 +89,19 @@ def is_replicated(operation: str) -> bool:
     return _VARIABLE + operation.upper() in os.environ
 
 
+def replicates(error: BaseException | None) -> bool:
+    """Lets the operation that an error is about run replicated from now on.
+
+    Returns:
+        Whether TensorFlow refused it for want of an expansion, so that a step that is traced anew may succeed.
+    """
+    operation = refused(error) if isinstance(error, tf.errors.OpError) else None
+    if operation is None or is_replicated(operation):
+        return False
+    replicate(operation)
+    return True
+
+
 def refused(error: tf.errors.OpError) -> str | None:
     """The operation that TensorFlow refused for want of an expansion, None where the error says something else."""
     match = _REFUSED.search(error.message)
@@ -153,18 +166,13 @@ def _in_steps(wrapper: Callable[[Callable], Callable]) -> Callable[[Callable], C
     return wrap
 
 
-def _as_constants(capture: Callable) -> Callable:
+def _as_constant(tensor: tf.Tensor) -> tf.Tensor:
     """Tensors from outside of a step, such as a table of positions, are constants in it: DTensor takes no others."""
-
-    @functools.wraps(capture)
-    def constant(graph, tensor, *args, **kwargs):
-        if variables.step_owner() is not None and not tf.is_symbolic_tensor(tensor) and tensor.dtype not in _NO_NUMBERS:
-            with tf.init_scope():
-                on_the_mesh = dtensor.is_dtensor(tensor)
-            tensor = tensor if on_the_mesh else tf.constant(tensor.numpy())
-        return capture(graph, tensor, *args, **kwargs)
-
-    return constant
+    if variables.step_owner() is None or tf.is_symbolic_tensor(tensor) or tensor.dtype in _NO_NUMBERS:
+        return tensor
+    with tf.init_scope():
+        on_the_mesh = dtensor.is_dtensor(tensor)
+    return tensor if on_the_mesh else tf.constant(tensor.numpy())
 
 
 _NO_NUMBERS = (tf.resource, tf.variant, tf.string)
@@ -183,7 +191,7 @@ if __name__ == "__main__":
     main()  # the operations are routed already: tfpar imports this file
 else:
     compat.before_operations(op_gathers.gather_inputs)
-    compat.FuncGraph.capture = _as_constants(compat.FuncGraph.capture)
+    functions.before_captures(_as_constant)
     for _operation in op_gathers.functions():
         compat.route(_operation, _in_steps(op_gathers.gather_results))
     for _operation in REPLICATED:

@@ -106,10 +106,8 @@ class _Traced:
             try:
                 outputs = self._function(batch)
             except tf.errors.OpError as error:
-                operation = op_support.refused(error)
-                if operation is None or op_support.is_replicated(operation):
+                if not op_support.replicates(error):
                     raise
-                op_support.replicate(operation)
                 self._function, self._graphs_seen = tf.function(self._run), 0
                 continue
             if self._function.experimental_get_tracing_count() > self._graphs_seen:

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 # The public `tf.compat.v1.wrap_function` traces anew and without the order of reads and assignments.
 from tensorflow.python.eager import wrap_function
+
+from tfpar.compat import FuncGraph
+
+
+def before_captures(change: Callable[[tf.Tensor], tf.Tensor]) -> None:
+    """Lets a tensor from outside of a function change before the function's graph takes it in.
+
+    Args:
+        change: takes the tensor, returns the one to use.
+    """
+    original = FuncGraph.capture
+
+    @functools.wraps(original)
+    def capture(self, tensor, *args, **kwargs):
+        return original(self, change(tensor), *args, **kwargs)
+
+    FuncGraph.capture = capture
 
 
 def prune(graph: Any, feeds: Sequence[tf.Tensor], fetches: Sequence[tf.Tensor | tf.Operation]) -> Any:

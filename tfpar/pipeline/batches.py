@@ -93,9 +93,9 @@ def micro_batches(stages: Sequence[Stage], batch: Batch, count: int) -> list[Mic
     with tf.device(devices.host()):
         for size in [len(part) for part in np.array_split(np.arange(batch.examples), min(count, batch.examples))]:
             rows = slice(start, start + size)
-            feeds = tuple(_feed(stage, batch).map(lambda leaf, rows=rows: _rows(leaf, rows)) for stage in stages)
-            signature = tuple((tuple(leaf.shape), leaf.dtype.name) for feed in feeds for leaf in feed.flat)
-            parts.append(MicroBatch(feeds, size, size / batch.examples, signature))
+            part = Batch(input_lib.rows(dict(batch.inputs), rows), input_lib.rows(batch.extra, rows), size)
+            feeds = tuple(_feed(stage, part) for stage in stages)
+            parts.append(MicroBatch(feeds, size, size / batch.examples, part.signature))
             start += size
     return parts
 
@@ -103,11 +103,6 @@ def micro_batches(stages: Sequence[Stage], batch: Batch, count: int) -> list[Mic
 def _feed(stage: Stage, batch: Batch) -> Feed:
     inputs = {number: batch.inputs[number] for number in stage.part.inputs}
     return Feed(inputs, batch.extra if stage.is_last else None)
-
-
-def _rows(leaf: tf.Tensor, rows: slice) -> tf.Tensor:
-    """Some examples; a scalar goes to every micro-batch."""
-    return leaf[rows] if leaf.shape.rank else leaf
 
 
 def _host(values: Any) -> Any:

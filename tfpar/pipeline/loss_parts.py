@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfpar import input as input_lib
 from tfpar.compat import functions, training as steps
 from tfpar.pipeline.layer_graph import LayerGraph
 
@@ -72,7 +73,7 @@ def check_parts(model: keras.Model, outputs: Any, batch: Any, sizes: Sequence[in
         return loss
 
     def loss_of(rows: slice, change: steps.Reduced) -> float:
-        x, y, weight, y_pred = tf.nest.map_structure(lambda leaf: _rows(leaf, rows), (*batch, predicted))
+        x, y, weight, y_pred = input_lib.rows((*batch, predicted), rows)
         with keras.StatelessScope(), steps.losses_of((), ()), steps.reductions(change):
             return float(steps.compute_loss(model, x, y, y_pred, weight, True))
 
@@ -91,10 +92,6 @@ def check_parts(model: keras.Model, outputs: Any, batch: Any, sizes: Sequence[in
             f"micro-batches: on random outputs that of a batch is {whole:.4g}, that of its {len(sizes)} parts {parts:.4g}. "
             "Use microbatches=1, or a loss that does not compare examples with each other."
         )
-
-
-def _rows(leaf: Any, rows: slice) -> Any:
-    return None if leaf is None else leaf[rows] if leaf.shape.rank else leaf
 
 
 def _corrected(

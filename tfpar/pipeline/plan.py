@@ -105,9 +105,9 @@ class Pipeline:
             ends = partition.balanced(graph, costs.estimate(model, graph, inputs), count)
         stages, seen = [], set()
         for part in partition.split(graph, ends):
+            _check_state(part, seen)
             first = tuple(variable for variable in part.variables if id(variable) not in seen)
             seen.update(map(id, first))
-            _check_state(part, seen - set(map(id, first)))
             stages.append(Stage(model, graph, part, self.mesh_of(part.index), part.index == count - 1, first))
         return tuple(stages)
 

@@ -137,7 +137,7 @@ class Steps:
                 carry_out(schedule, run.act, mailbox)
                 break
             except workers.StageError as error:
-                if not _replicates(error.__cause__):
+                if not op_support.replicates(error.__cause__):
                     raise
                 self._programs.clear()
                 for variable, value in before:
@@ -208,7 +208,7 @@ class Steps:
         if not self._updates:
             warnings.warn(f"The model {self._model.name!r} does not have any trainable weights.", stacklevel=2)
             return
-        values = [updates.gradients(holder, self._stages, sums) for holder, _ in self._updates]
+        values = [updates.gradients(holder, sums) for holder, _ in self._updates]
         known: list[Any] = []
         if self._updates[0][1].facts is not None:
             known = updates.joined([made.facts(*own) for (_, made), own in zip(self._updates, values)])
@@ -244,15 +244,6 @@ class Steps:
         loss = np.float64(sum(map(sum, run.losses)))
         examples = np.int32(sum(part.examples for part in parts))
         return run.logs | self._finish(*(transfer.to_mesh(value, mesh.layout(())) for value in (loss, examples)))
-
-
-def _replicates(error: BaseException | None) -> bool:
-    """Lets an operation that TensorFlow cannot partition run replicated from now on, if that is what failed."""
-    operation = op_support.refused(error) if isinstance(error, tf.errors.OpError) else None
-    if operation is None or op_support.is_replicated(operation):
-        return False
-    op_support.replicate(operation)
-    return True
 
 
 steps.cut_losses()

@@ -76,12 +76,11 @@ def holders(stages: Sequence[Stage], has_gradient: Mapping[int, bool]) -> list[H
     return found
 
 
-def gradients(holder: Holder, stages: Sequence[Stage], sums: Sequence[Mapping[int, tf.Tensor]]) -> list[tf.Tensor]:
+def gradients(holder: Holder, sums: Sequence[Mapping[int, tf.Tensor]]) -> list[tf.Tensor]:
     """A device's gradients; that of a weight which several stages use is the sum of theirs.
 
     Args:
         holder: the device.
-        stages: the stages of the model.
         sums: per stage, the gradients by the ids of the weights.
     """
     values = []
