@@ -44,7 +44,7 @@ setup(
     ],
     python_requires=">=3.11",
     package_dir={"tfpar": "tfpar", "tfpar.strategies": "strategies", "tfpar.models": "models"},
-    packages=["tfpar", "tfpar.compat", "tfpar.pipeline", "tfpar.strategies", "tfpar.models"],
+    packages=["tfpar", "tfpar.compat", "tfpar.pipeline", "tfpar.servers", "tfpar.strategies", "tfpar.models"],
     package_data={"tfpar": ["py.typed"]},
     install_requires=[
         "absl-py>=2.1",  # flags of the demo

@@ -2,7 +2,8 @@
 
 from tfpar.strategies.hybrid import HybridStrategy
 from tfpar.strategies.mirrored import MirroredStrategy
+from tfpar.strategies.parameter_server import ParameterServerStrategy
 from tfpar.strategies.pipeline import PipelineStrategy
 from tfpar.strategies.tensor_parallel import TensorParallelStrategy
 
-__all__ = ["HybridStrategy", "MirroredStrategy", "PipelineStrategy", "TensorParallelStrategy"]
+__all__ = ["HybridStrategy", "MirroredStrategy", "ParameterServerStrategy", "PipelineStrategy", "TensorParallelStrategy"]

@@ -5,7 +5,14 @@ from tfpar.autolayout import AutoLayout
 from tfpar.devices import use_logical_cpus
 from tfpar.layouts import LayoutMap
 from tfpar.mesh import Mesh
-from tfpar.strategies import HybridStrategy, MirroredStrategy, PipelineStrategy, TensorParallelStrategy
+from tfpar.servers.local import local_cluster
+from tfpar.strategies import (
+    HybridStrategy,
+    MirroredStrategy,
+    ParameterServerStrategy,
+    PipelineStrategy,
+    TensorParallelStrategy,
+)
 
 __version__ = "0.1.0"
 
@@ -15,9 +22,11 @@ __all__ = [
     "LayoutMap",
     "Mesh",
     "MirroredStrategy",
+    "ParameterServerStrategy",
     "PipelineStrategy",
     "TensorParallelStrategy",
     "layouts",
+    "local_cluster",
     "pipeline",
     "use_logical_cpus",
 ]

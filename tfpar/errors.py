@@ -13,7 +13,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import compat
-from tfpar.variables import MeshVariable
 
 _OPERATION = re.compile(r"'tf\.(\w+)' op")
 _PARTITIONING = re.compile(r"layout propagation|SPMD|dtensor/mlir|dtensor_graph_to_mlir|tf\.DTensorLayout")
@@ -57,11 +56,11 @@ def check_model(model: keras.Model, strategy: Any) -> None:
         for variable in variables:
             native = compat.native(variable)
             made_under = getattr(native, "_distribute_strategy", None)
-            if native is None or (isinstance(native, MeshVariable) and made_under is strategy):
+            if native is None or made_under is strategy:
                 continue
             where = "outside every strategy's scope" if made_under is None else f"under another strategy, {made_under!r}"
             raise ValueError(
-                f"The {kind} {name!r} was made {where}: its variable {variable.path!r} is not on the mesh of "
+                f"The {kind} {name!r} was made {where}: its variable {variable.path!r} is not on the devices of "
                 f"{strategy!r}. Make the {kind} inside `with strategy.scope():`, call compile there too, and build or first "
                 "call there a model whose layers do not know their input shapes."
             )

@@ -25,8 +25,9 @@ from tensorflow.experimental import dtensor
 from tfpar import compat, describe, errors, input as input_lib, training, transfer, variables
 from tfpar.compat import training as steps
 from tfpar.mesh import DATA, Mesh
+from tfpar.one_view import OneViewExtended
 from tfpar.placement import Placement
-from tfpar.replica_context import GlobalViewContext
+from tfpar.replica_context import GlobalViewContext, in_step
 
 
 class GlobalViewStrategy(tf.distribute.Strategy):
@@ -133,7 +134,7 @@ class GlobalViewStrategy(tf.distribute.Strategy):
         return f"{type(self).__name__}(mesh={str(self._mesh)!r})"
 
 
-class GlobalViewExtended(tf.distribute.StrategyExtended):
+class GlobalViewExtended(OneViewExtended):
     """The part of a strategy that TensorFlow and Keras call."""
 
     def __init__(self, strategy: GlobalViewStrategy, mesh: Mesh, placement: Placement):
@@ -167,31 +168,10 @@ class GlobalViewExtended(tf.distribute.StrategyExtended):
         in_step = is_current and (not tf.distribute.in_cross_replica_context() or variables.step_owner() is not None)
         return 1 if in_step else self._mesh.data_size
 
-    def _use_merge_call(self) -> bool:
-        return False  # Keras' optimizer then stays in the one context
-
-    def update(self, var: Any, fn: Callable, args: tuple = (), kwargs: dict | None = None, group: bool = True) -> Any:
-        del group
-        return fn(var, *args, **(kwargs or {}))
-
-    def _replica_ctx_update(self, var: Any, fn: Callable, args: tuple = (), kwargs: dict | None = None, group: bool = True):
-        return self.update(var, fn, args, kwargs, group)
-
-    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        del reduce_op, destinations, options
-        return value
-
-    def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
-        del destinations, axis, options
-        return value
-
     def _local_results(self, value: Any) -> tuple:
         if tf.executing_eagerly() and isinstance(value, tf.Tensor) and dtensor.is_dtensor(value):
             return transfer.split(value, dtensor.fetch_layout(value), DATA)
         return (value,)
-
-    def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
-        return replica_id_in_sync_group
 
     # Variables
 
@@ -210,12 +190,6 @@ class GlobalViewExtended(tf.distribute.StrategyExtended):
         is_current = tf.distribute.get_strategy() is strategy
         with contextlib.nullcontext() if is_current else strategy.scope(), tf.variable_creator_scope(creator):
             yield
-
-    def variable_created_in_scope(self, variable: Any) -> bool:
-        return getattr(compat.native(variable), "_distribute_strategy", None) is self._container_strategy()
-
-    def value_container(self, value: Any) -> Any:
-        return value
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
@@ -274,4 +248,4 @@ compat.save_once(
     wait=lambda model: dtensor.barrier(compat.strategy_of(model).mesh.dtensor_mesh, timeout_in_ms=600_000),
 )
 training.install(_is_global)
-steps.track_losses_by_step(lambda: variables.step_owner() is not None, steps.reduced_share)
+steps.track_losses_by_step(in_step, steps.reduced_share)

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from keras.src.backend.common.name_scope import name_scope
 from keras.src.layers.layer import CallContext
 from keras.src.losses import loss as keras_loss
 from keras.src.trainers.compile_utils import CompileLoss
@@ -187,11 +188,30 @@ def accumulated(optimizer: keras.optimizers.Optimizer, variable: keras.Variable)
     return optimizer._accumulated_gradients[optimizer._get_variable_index(variable)]
 
 
+def clipped_value(
+    part: keras.optimizers.Optimizer, whole: keras.optimizers.Optimizer, gradient: Any, variable: keras.Variable
+) -> tf.Tensor:
+    """The numbers whose norm an optimizer clips by: a gradient without its scale, or the mean of those added up.
+
+    Args:
+        part: the optimizer that clips.
+        whole: the model's, which may wrap it with a loss scale.
+        gradient: dense or `IndexedSlices`.
+        variable: what it is the gradient of.
+    """
+    steps, scales = part.gradient_accumulation_steps, (getattr(whole, "dynamic_scale", None), part.loss_scale_factor)
+    stays_sparse = isinstance(gradient, tf.IndexedSlices) and not steps and all(scale is None for scale in scales)
+    value = gradient.values if stays_sparse else tf.convert_to_tensor(gradient)  # Keras' own sums make it dense
+    for divisor in scales:
+        value = value if divisor is None else value / tf.cast(divisor, value.dtype)
+    return (value + accumulated(part, variable)) / steps if steps else value
+
+
 def build_optimizer(model: keras.Model) -> None:
     """Makes the slots of a compiled model's optimizer, if they are not made yet."""
     optimizer = model.optimizer
     if not optimizer.built:
-        with model.distribute_strategy.scope(), keras.name_scope(optimizer.name):
+        with model.distribute_strategy.scope(), name_scope(optimizer.name, caller=optimizer):
             optimizer.build(model.trainable_variables)
 
 
@@ -201,6 +221,7 @@ def narrowed(
     variables: Sequence[keras.Variable],
     clip: Callable[[keras.optimizers.Optimizer, list], list],
     is_finite: Callable[[list], tf.Tensor],
+    clips_each: bool = False,
 ) -> Iterator[None]:
     """While entered, an optimizer knows of some of its variables only; the lists by index keep their places.
 
@@ -209,6 +230,7 @@ def narrowed(
         variables: what it shall know of.
         clip: takes the place of clipping by the norm of all gradients; called with the optimizer and the gradients.
         is_finite: takes the place of the check of gradients under a loss scale.
+        clips_each: whether `clip` also takes the place of clipping by the norm of each gradient.
     """
     with contextlib.ExitStack() as undo:
         for part in inner_optimizers(optimizer):
@@ -224,16 +246,16 @@ def narrowed(
             if getattr(part, "gradient_accumulation_steps", None):
                 sums = zip(part._accumulated_gradients, known)
                 changes["_accumulated_gradients"] = [g if k else None for g, k in sums]
-            if getattr(part, "global_clipnorm", None):
+            if getattr(part, "global_clipnorm", None) or (clips_each and getattr(part, "clipnorm", None)):
                 changes["_clip_gradients"] = functools.partial(clip, part)
             if hasattr(part, "check_finite"):
                 changes["check_finite"] = is_finite
-            undo.enter_context(_attributes(part, changes))
+            undo.enter_context(attributes(part, changes))
         yield
 
 
 @contextlib.contextmanager
-def _attributes(owner: Any, changes: dict[str, Any]) -> Iterator[None]:
+def attributes(owner: Any, changes: dict[str, Any]) -> Iterator[None]:
     """Sets attributes past Keras' tracking of them, and sets them back."""
     attributes, missing = vars(owner), object()
     before = {name: attributes.get(name, missing) for name in changes}

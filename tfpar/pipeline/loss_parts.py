@@ -46,7 +46,7 @@ class Parts:
             self.totals.append(tf.compat.v1.placeholder(tf.float64, ()))
             return self.totals[-1]
 
-        return _corrected(loss, reduction, divisor, tf.cast(self._share, loss.dtype), total)
+        return corrected(loss, reduction, divisor, tf.cast(self._share, loss.dtype), total)
 
 
 def check_parts(model: keras.Model, outputs: Any, batch: Any, sizes: Sequence[int]) -> None:
@@ -82,7 +82,7 @@ def check_parts(model: keras.Model, outputs: Any, batch: Any, sizes: Sequence[in
         share, left = size / count, list(totals)
 
         def change(loss: tf.Tensor, reduction: str, divisor: tf.Tensor | None, share=share, left=left) -> tf.Tensor:
-            return _corrected(loss, reduction, divisor, tf.constant(share, loss.dtype), lambda: left.pop(0))
+            return corrected(loss, reduction, divisor, tf.constant(share, loss.dtype), lambda: left.pop(0))
 
         parts += share * loss_of(slice(start, start + size), change)
         start += size
@@ -94,7 +94,7 @@ def check_parts(model: keras.Model, outputs: Any, batch: Any, sizes: Sequence[in
         )
 
 
-def _corrected(
+def corrected(
     loss: tf.Tensor, reduction: str, divisor: tf.Tensor | None, share: tf.Tensor, total: Callable[[], tf.Tensor]
 ) -> tf.Tensor:
     """A micro-batch's loss such that the sum over micro-batches, by share, is that of the batch.

@@ -131,17 +131,10 @@ def joined(found: Sequence[Sequence[tf.Tensor]]) -> list[np.ndarray]:
 def _squares(part: keras.optimizers.Optimizer, pairs: list, whole: keras.optimizers.Optimizer) -> tf.Tensor:
     """The sum of squares of what an optimizer would clip: gradients without their scale, or the mean of those added up."""
     known = {id(variable) for variable in steps.weights_of(part)}
-    scale = getattr(whole, "dynamic_scale", None)
     total = tf.zeros((), tf.float64)
     for gradient, variable in pairs:
-        if id(variable) not in known:
-            continue
-        value = gradient if scale is None else gradient / tf.cast(scale, gradient.dtype)
-        if part.loss_scale_factor is not None:
-            value = value / part.loss_scale_factor
-        if part.gradient_accumulation_steps:
-            value = (value + steps.accumulated(part, variable)) / part.gradient_accumulation_steps
-        total += tf.cast(tf.reduce_sum(tf.square(value)), tf.float64)
+        if id(variable) in known:
+            total += tf.cast(tf.reduce_sum(tf.square(steps.clipped_value(part, whole, gradient, variable))), tf.float64)
     return total
 
 

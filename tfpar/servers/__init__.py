@@ -1,0 +1,1 @@
+"""Parameter servers: variables on some processes, steps on others."""
