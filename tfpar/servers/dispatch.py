@@ -92,7 +92,7 @@ class Dispatcher:
             self._used[worker].clear()
             try:
                 ended = Ended(worker, task, work())
-            except BaseException as error:  # noqa: BLE001  handed to the thread that waits
+            except BaseException as error:
                 ended = Ended(worker, task, error=error)
             lost = ended.error is not None and self._is_worker_lost(worker, ended.error)
             if not lost:
@@ -124,9 +124,8 @@ class Dispatcher:
         """
         until = time.monotonic() + self._limit
         while True:
-            now = time.monotonic()
-            late = [worker for worker in self.running if now > self._since[worker] + self._limit]
-            if late or (not self.running and now > until):
+            late = self._late()
+            if late or (not self.running and time.monotonic() > until):
                 raise StepTimeoutError(self._stuck(late))
             try:
                 ended = self._ended.get(timeout=WATCH)
@@ -143,7 +142,7 @@ class Dispatcher:
             return ended
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Calls a function that works on the servers, from a thread of its own, so that the wait has an end.
+        """Calls a function that uses TensorFlow, from a thread of its own: TensorFlow may wait for a process that hangs.
 
         Raises:
             ServerLostError: a parameter server is gone.
@@ -157,7 +156,7 @@ class Dispatcher:
             except queue.Empty:
                 self.check_servers()
                 if time.monotonic() > until:
-                    raise StepTimeoutError(f"The servers have not ended an update within {self._limit:.0f} s.") from None
+                    raise StepTimeoutError(self._stuck(self._late())) from None
                 continue
             if error is not None:
                 self.check_servers(error)
@@ -180,12 +179,20 @@ class Dispatcher:
     def _lost(self, worker: int, error: BaseException) -> WorkerLostError:
         return WorkerLostError(worker, self._cluster.jobs["worker"][worker], f"is gone ({type(error).__name__})")
 
+    def _late(self) -> list[int]:
+        """The workers that have taken longer than the limit."""
+        now = time.monotonic()
+        return [worker for worker in self.running if now > self._since[worker] + self._limit]
+
     def _stuck(self, late: list[int]) -> str:
         addresses = self._cluster.jobs["worker"]
-        who = ", ".join(f"worker {i} at {addresses[i]}" for i in late or range(self.count))
-        what = "has not ended its step" if late else "is gone, and no other worker is there"
+        who = ", ".join(f"worker {i} at {addresses[i]}" for i in late)
+        what = "has not ended its step"
+        if not late:
+            who = "No worker is there" if not self.alive else "Servers"
+            what = "and none has come back" if not self.alive else "an update has not ended"
         return (
-            f"{who}: {what} within {self._limit:.0f} seconds. Look why the process hangs or start it again, then run this "
+            f"{who} {what} within {self._limit:.0f} seconds. Look why the process hangs or start it again, then run this "
             "program again from its last backup; or give ParameterServerStrategy a larger step_timeout, in seconds."
         )
 
@@ -215,7 +222,7 @@ class _OwnThread:
             function, ended = self._work.get()
             try:
                 ended.put((function(), None))
-            except BaseException as error:  # noqa: BLE001  handed to the thread that waits
+            except BaseException as error:
                 ended.put((None, error))
 
 

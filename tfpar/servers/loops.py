@@ -71,9 +71,11 @@ class Source:
     Args:
         iterator: what Keras handed over.
         pipelines: makes and draws from the pipelines of workers.
+        call: calls a function that may have to wait.
     """
 
-    def __init__(self, iterator: Iterator[Any], pipelines: Pipelines):
+    def __init__(self, iterator: Iterator[Any], pipelines: Pipelines | None, call: Callable[[Callable[[], Any]], Any]):
+        self._call = call
         served = isinstance(iterator, input_lib.ServedIterator)
         self.pipelines = pipelines if served and iterator.dataset.on_workers else None
         self._iterator, self._steps = iterator, iterator.steps_per_epoch if served else None
@@ -87,7 +89,7 @@ class Source:
     def draw(self) -> Any:
         """The next batch of the coordinator. StopIteration at the end of the data or of the epoch's steps."""
         self.count()
-        return next(self._iterator)
+        return self._call(lambda: next(self._iterator))
 
     def count(self) -> None:
         """Counts a batch that is about to be drawn. StopIteration where the epoch has no more steps."""
@@ -161,7 +163,7 @@ class Loop:
     def __init__(self, engine: Engine, iterator: Iterator[Any]):
         self.engine, self.iterator = engine, iterator
         served = isinstance(iterator, input_lib.ServedIterator)
-        self.source = Source(iterator, Pipelines(iterator.dataset) if served else None)
+        self.source = Source(iterator, Pipelines(iterator.dataset) if served else None, engine.dispatcher.call)
         self.updates = 0
         self._started: dict[int, float] = {}
         self._first = time.monotonic()
@@ -338,7 +340,11 @@ class SyncLoop(Loop):
             return None
         running = list(self.engine.dispatcher.running.values())
         return next(
-            (t for t in tasks if t.number not in results and t.home is None and t.batch is not None and running.count(t) == 1),
+            (
+                t
+                for t in tasks
+                if t.number not in results and t.home is None and t.batch is not None and running.count(t) == 1
+            ),
             None,
         )
 

@@ -1,9 +1,9 @@
 """When a worker may start a step, and which results make an update. Data, which `loops.py` follows.
 
-    async    a worker that is free takes the next batch; each result is an update
-    bounded  the same, but a worker starts its step n only when every live worker has ended its step n - k - 1
-             (stale synchronous parallel: Ho et al., NIPS 2013)
-    sync     every batch is cut into parts, one per worker; the sum of their gradients is the update, that of one device
+async    a worker that is free takes the next batch; each result is an update
+bounded  the same, but a worker starts its step n only when every live worker has ended its step n - k - 1
+         (stale synchronous parallel: Ho et al., NIPS 2013)
+sync     every batch is cut into parts, one per worker; the sum of their gradients is the update, that of one device
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from tfpar.servers.spread import HOST, Homes, Partitioner, Spread, default_parti
 from tfpar.servers.trainer import ServerTrainer
 from tfpar.servers.variables import ServerVariable
 
+
 class ServersStrategy(servers.ServerStrategy):
     """What `tfpar.ParameterServerStrategy` does; see there.
 

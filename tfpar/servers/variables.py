@@ -143,7 +143,9 @@ class ServerVariable(servers.BaseResourceVariable):
             local.assign(value, read_value=False)
         else:
             if not value.shape.is_compatible_with(self.shape):
-                raise ValueError(f"The variable {self.path!r} has the shape {self.shape}, got a value of shape {value.shape}.")
+                raise ValueError(
+                    f"The variable {self.path!r} has the shape {self.shape}, got a value of shape {value.shape}."
+                )
             for i in range(len(self.parts)):
                 rows = value[self.homes.rows(i)] if self.homes.is_split else value
                 self._on(i, lambda part, rows=rows: part.assign(rows, read_value=False))
@@ -193,7 +195,9 @@ def _scatter(kind: str) -> Callable:
         if local is not None:
             getattr(local, f"scatter_{kind}")(sparse_delta)
             return self
-        return self.assign(update(self.read_value(), sparse_delta.indices[:, None], tf.cast(sparse_delta.values, self.dtype)))
+        return self.assign(
+            update(self.read_value(), sparse_delta.indices[:, None], tf.cast(sparse_delta.values, self.dtype))
+        )
 
     return functools.wraps(getattr(servers.BaseResourceVariable, f"scatter_{kind}"))(method)
 
@@ -211,7 +215,6 @@ def _scatter_nd(kind: str) -> Callable:
 for _kind in ("add", "sub", "update", "max", "min"):
     setattr(ServerVariable, f"scatter_{_kind}", _scatter(_kind))
     setattr(ServerVariable, f"scatter_nd_{_kind}", _scatter_nd(_kind))
-
 
 
 def _shape_seen(native: Any) -> tf.TensorShape | None:

@@ -1,9 +1,9 @@
 """What a variable on servers is to the code that runs: whole, a value that a worker's step read, or one server's part.
 
-    a worker's step (`WorkerStep`)       each variable is read once; what the step would change is kept, and becomes a
-                                         result of the step: no step changes anything itself
-    an optimizer's step (`UpdateView`)   one server's part of each variable, so that only gradients travel
-    everywhere else                      the whole value, as on one device
+a worker's step (`WorkerStep`)       each variable is read once; what the step would change is kept, and becomes a
+                                     result of the step: no step changes anything itself
+an optimizer's step (`UpdateView`)   one server's part of each variable, so that only gradients travel
+everywhere else                      the whole value, as on one device
 """
 
 from __future__ import annotations
