@@ -183,7 +183,7 @@ class Loop:
         return {worker: self._clocks[worker] for worker in alive}
 
     def run(self, worker: int, task: Task, compute: Callable[[Any, int], Any]) -> None:
-        """Starts a task on a worker: `compute` with its batch and the worker. The result is `DRY` where there is no batch."""
+        """Starts a task on a worker: `compute` with its batch and the worker; gives `DRY` where there is no batch."""
         pipelines = self.source.pipelines
 
         def work() -> Any:

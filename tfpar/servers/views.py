@@ -129,10 +129,8 @@ class WorkerStep(_View):
         """The value at the start of the step. A metric starts at 0: what a step adds to it does not depend on more."""
         if id(variable) not in self._read:
             with servers.stop_recording():
-                if variable.kind == "metric":
-                    value = tf.zeros(variable.shape, variable.dtype)
-                else:
-                    value = variable.pull()
+                is_metric = variable.kind == "metric"
+                value = tf.zeros(variable.shape, variable.dtype) if is_metric else variable.pull()
                 if variable.kind == "seed":
                     offset = tf.stack([tf.zeros((), tf.int64), self._worker * SEED_STRIDE])
                     value += tf.cast(offset, value.dtype)
@@ -152,7 +150,7 @@ class WorkerStep(_View):
         if tf.compat.v1.get_default_graph() is not self._graph:
             raise NotImplementedError(
                 f"The variable {variable.path!r} is changed in a branch or a loop of a tf.function (tf.cond, "
-                "tf.while_loop), which a step on parameter servers cannot follow. Compute the new value there, and assign it "
+                "tf.while_loop), which a step on parameter servers cannot follow. Compute the new value there and assign it "
                 "outside."
             )
 
