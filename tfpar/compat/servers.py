@@ -37,6 +37,7 @@ class ServerStrategy(tf.distribute.ParameterServerStrategy):
     def __init__(self, resolver: tf.distribute.cluster_resolver.ClusterResolver, extended: Callable[[Any], Any]):
         super().__init__(resolver)
         self._extended = extended(self)
+        self._extended._retrace_functions_for_each_device = False  # what a strategy sets on the one that it is made with
 
 
 class Coordinator:

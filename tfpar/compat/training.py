@@ -199,10 +199,10 @@ def clipped_value(
         gradient: dense or `IndexedSlices`.
         variable: what it is the gradient of.
     """
-    steps, scales = part.gradient_accumulation_steps, (getattr(whole, "dynamic_scale", None), part.loss_scale_factor)
-    stays_sparse = isinstance(gradient, tf.IndexedSlices) and not steps and all(scale is None for scale in scales)
+    steps, factor, scale = part.gradient_accumulation_steps, part.loss_scale_factor, getattr(whole, "dynamic_scale", None)
+    stays_sparse = isinstance(gradient, tf.IndexedSlices) and not steps and factor is None
     value = gradient.values if stays_sparse else tf.convert_to_tensor(gradient)  # Keras' own sums make it dense
-    for divisor in scales:
+    for divisor in (scale, factor):
         value = value if divisor is None else value / tf.cast(divisor, value.dtype)
     return (value + accumulated(part, variable)) / steps if steps else value
 

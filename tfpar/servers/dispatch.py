@@ -114,13 +114,12 @@ class Dispatcher:
         """Waits for any step to end.
 
         Returns:
-            The step; its error is a `WorkerLostError` where the worker is gone, and the step must be done again. Its task
-            is None where a worker has come back and there was none.
+            The step, with what it raised, which is a `WorkerLostError` where the worker is gone and the step must be done
+            again. Its task is None where a worker has come back and there was none.
 
         Raises:
             ServerLostError: a parameter server is gone.
             StepTimeoutError: a worker has taken longer than the limit, or none has been there for as long.
-            Exception: what a step raised.
         """
         until = time.monotonic() + self._limit
         while True:
@@ -136,9 +135,6 @@ class Dispatcher:
                 continue
             self.running.pop(ended.worker, None)
             self._used[ended.worker].append(ended)
-            if ended.error is not None and not isinstance(ended.error, WorkerLostError):
-                self.check_servers(ended.error)
-                raise ended.error
             return ended
 
     def call(self, function: Callable[[], Any]) -> Any:

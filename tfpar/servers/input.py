@@ -31,7 +31,15 @@ class ServedDataset(tf.distribute.DistributedDataset):
         Raises:
             ValueError: the function returns no dataset.
         """
-        found = self._source(tf.distribute.InputContext(self._workers, worker, 1))
+        try:
+            found = self._source(tf.distribute.InputContext(self._workers, worker, 1))
+        except tf.errors.InvalidArgumentError as error:
+            if "Failed copying input tensor" not in str(error):
+                raise
+            raise ValueError(
+                "The function given to fit uses a tf.data.Dataset that was made outside of it, on the coordinator, which "
+                "cannot go to a worker. Make the whole dataset inside the function, from files or arrays."
+            ) from error
         if not isinstance(found, tf.data.Dataset):
             raise ValueError(
                 f"The function given to fit returned {type(found).__name__}, expected a batched tf.data.Dataset made from "
@@ -85,6 +93,22 @@ class ServedIterator:
             return next(self)
         except StopIteration:
             raise tf.errors.OutOfRangeError(None, None, "The dataset has no more batches.") from None
+
+
+def without_missing(batch: Any) -> Any:
+    """A batch, or its specs, with None for what is missing, which Keras wraps in an Optional for `tf.data`."""
+    missing = tf.experimental.Optional | tf.OptionalSpec
+    return tf.nest.map_structure(lambda leaf: None if isinstance(leaf, missing) else leaf, batch)
+
+
+def as_tensors(batch: Any) -> Any:
+    """A batch of arrays or tensors as tensors, with None for what is missing."""
+
+    def tensor(leaf: Any) -> Any:
+        is_ready = leaf is None or isinstance(leaf, tf.Tensor | tf.RaggedTensor | tf.SparseTensor)
+        return leaf if is_ready else tf.convert_to_tensor(leaf)
+
+    return tf.nest.map_structure(tensor, without_missing(batch))
 
 
 def examples(batch: Any) -> int:

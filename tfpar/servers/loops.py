@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar.servers import input as input_lib
-from tfpar.servers.dispatch import Dispatcher, Ended
+from tfpar.servers.dispatch import Dispatcher, Ended, WorkerLostError
 from tfpar.servers.modes import Mode
 
 
@@ -89,7 +89,7 @@ class Source:
     def draw(self) -> Any:
         """The next batch of the coordinator. StopIteration at the end of the data or of the epoch's steps."""
         self.count()
-        return self._call(lambda: next(self._iterator))
+        return self._call(lambda: input_lib.as_tensors(next(self._iterator)))
 
     def count(self) -> None:
         """Counts a batch that is about to be drawn. StopIteration where the epoch has no more steps."""
@@ -112,16 +112,14 @@ class Pipelines:
 
     def __init__(self, dataset: input_lib.ServedDataset):
         self._dataset, self._iterators = dataset, {}
-        self.spec = dataset.element_spec
+        self.spec = input_lib.without_missing(dataset.element_spec)
 
     def draw(self, worker: int) -> Any:
         """The next batch of a worker, which stays there, or `DRY` at the end; called on its thread."""
         if worker not in self._iterators:
             self._iterators[worker] = iter(self._dataset.of_worker(worker))
-        try:
-            return self._iterators[worker].get_next()
-        except tf.errors.OutOfRangeError:
-            return DRY
+        found = self._iterators[worker].get_next_as_optional()  # an error at the end would stay with the worker's thread
+        return input_lib.without_missing(found.get_value()) if found.has_value() else DRY
 
     def lose(self, worker: int) -> None:
         """Forgets the pipeline of a worker that is gone."""
@@ -194,9 +192,17 @@ class Loop:
         self.engine.dispatcher.start(worker, task, work)
 
     def ended(self) -> Ended:
-        """The next step that ended; with an error where its worker was lost."""
+        """The next step that ended; with an error where its worker was lost.
+
+        Raises:
+            Exception: what the step raised, if it is one of this loop.
+        """
         found = self.engine.dispatcher.next_ended()
-        if found.error is not None:
+        if found.error is not None and not isinstance(found.error, WorkerLostError):
+            self.engine.dispatcher.check_servers(found.error)
+            if found.task.loop is self:
+                raise found.error
+        elif found.error is not None:
             warnings.warn(str(found.error), stacklevel=2)
             self._clocks[found.worker] = None
             if self.source.pipelines:
@@ -286,12 +292,18 @@ class SyncLoop(Loop):
                 self.source.drawn -= 1
 
     def _step(self, parts: list[Task]) -> Any:
-        totals, compute = [0.0], self.engine.prepare(parts[0].batch)
-        divide = self.engine.divisors(parts[0].batch) if len(parts) > 1 else None
-        if divide is not None:
-            found = self._all(parts, lambda task: lambda batch, worker: divide(batch, worker, task.share, [0.0]))
+        def work(make: Callable[[Any], Any], totals: list[float]) -> Callable[[Task], Callable[[Any, int], Any]]:
+            def of(task: Task) -> Callable[[Any, int], Any]:
+                compute = make(task.batch)
+                return lambda batch, worker: compute(batch, worker, task.share, totals)
+
+            return of
+
+        totals = [0.0]
+        if len(parts) > 1 and self.engine.divisors(parts[0].batch) is not None:
+            found = self._all(parts, work(self.engine.divisors, totals))
             totals = np.sum([ended.value for ended in found], axis=0).tolist()
-        ended = self._all(parts, lambda task: lambda batch, worker: compute(batch, worker, task.share, totals))
+        ended = self._all(parts, work(self.engine.prepare, totals))
         for one in ended:
             self.record(one)
         return self.update(ended)
@@ -339,14 +351,8 @@ class SyncLoop(Loop):
         if not self.engine.mode.backup_workers or waiting:
             return None
         running = list(self.engine.dispatcher.running.values())
-        return next(
-            (
-                t
-                for t in tasks
-                if t.number not in results and t.home is None and t.batch is not None and running.count(t) == 1
-            ),
-            None,
-        )
+        movable = (task for task in tasks if task.home is None and task.batch is not None)
+        return next((task for task in movable if task.number not in results and running.count(task) == 1), None)
 
 
 class _HomeLost(Exception):

@@ -85,6 +85,13 @@ class Program:
         with tf.device(HOST):  # made on a worker, they would stop every other thread until the worker answers
             return batch, tf.constant(worker, tf.int64), tf.constant(share, tf.float64), tf.constant(totals, tf.float64)
 
+    @property
+    def untracked(self) -> set[str]:
+        """The names of metrics that the step does not update, for which its own logs count."""
+        updated = {id(variable) for variable in self.signature.metrics}
+        metrics = [metric for metric in self._model.metrics if metric.variables]
+        return {m.name for m in metrics if not any(id(compat.native(v)) in updated for v in m.variables)}
+
     @tf.autograph.experimental.do_not_convert
     def _run(self, batch: Any, worker: tf.Tensor, share: tf.Tensor, totals: tf.Tensor) -> dict[str, Any]:
         found = 0

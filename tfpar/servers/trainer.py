@@ -102,10 +102,10 @@ class Steps:
         training.build(self._model, batch)
         if self._model.optimizer is not None and not self._predicts:
             steps.build_optimizer(self._model)
-        concrete = self._program.trace(_without_missing(batch))
+        concrete = self._program.trace(batch)
 
         def compute(batch: Any, worker: int, share: float, totals: Sequence[float]) -> Any:
-            result = concrete(*Program.arguments(_without_missing(batch), worker, share, totals))
+            result = concrete(*Program.arguments(batch, worker, share, totals))
             if self._predicts:
                 return _on_host(result["returned"])
             return result | {name: _on_host(result[name]) for name in ("metrics", "returned")}
@@ -116,10 +116,10 @@ class Steps:
         self._prepare(batch)
         if not self._program.signature.divisors:
             return None
-        concrete = self._program.trace_divisors(_without_missing(batch))
+        concrete = self._program.trace_divisors(batch)
 
         def compute(batch: Any, worker: int, share: float, totals: Sequence[float]) -> list[float]:
-            found = concrete(*Program.arguments(_without_missing(batch), worker, share, totals))
+            found = concrete(*Program.arguments(batch, worker, share, totals))
             return [float(number) for number in found]
 
         return compute
@@ -133,12 +133,12 @@ class Steps:
             self._updates[len(results)] = updates.update_function(self._model, self._program.signature, results)
         update, flat = self._updates[len(results)], updates.flat(results)
         metrics = self._strategy.dispatcher.call(lambda: update(*flat))
-        returned = results[0]["returned"]
-        if not isinstance(returned, dict) or set(returned) == set(metrics):
+        returned, shares = results[0]["returned"], [one.task.share for one in ended]
+        if not isinstance(returned, dict):
             return metrics
-        shares = [one.task.share for one in ended]
-        own = {name: _mean([of["returned"][name] for of in results], shares) for name in returned if name not in metrics}
-        return {name: metrics[name] if name in metrics else own[name] for name in returned}
+        tracked = {name: value for name, value in metrics.items() if name not in self._program.untracked}
+        own = {name: _mean([of["returned"][name] for of in results], shares) for name in returned if name not in tracked}
+        return {name: tracked[name] if name in tracked else own[name] for name in returned}
 
     def _join(self, ended: Sequence[Ended]) -> Any:
         """The outputs for a batch from those for its parts."""
@@ -159,20 +159,13 @@ class Steps:
         if specs is None or any(part.batch is None or part.home is not None for part in parts):
             return
         sizes = [part.examples for part in parts]
-        whole = tf.nest.map_structure(lambda *leaves: _concat(leaves), *(_without_missing(part.batch) for part in parts))
+        whole = tf.nest.map_structure(lambda *leaves: _concat(leaves), *(part.batch for part in parts))
         x, y, weight = keras.utils.unpack_x_y_sample_weight(whole)
 
         def of_batch(spec: tf.TensorSpec) -> tf.TensorSpec:
             return tf.TensorSpec([sum(sizes), *spec.shape[1:]], spec.dtype) if spec.shape.rank else spec
 
         loss_parts.check_parts(self._model, tf.nest.map_structure(of_batch, specs), (x, y, weight), sizes)
-
-
-def _without_missing(batch: Any) -> Any:
-    """None for what is missing, which Keras wraps in an Optional so that `tf.data` can carry it."""
-    return tf.nest.map_structure(
-        lambda leaf: None if isinstance(leaf, tf.experimental.Optional | tf.OptionalSpec) else leaf, batch
-    )
 
 
 def _on_host(value: Any) -> Any:
