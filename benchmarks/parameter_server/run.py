@@ -32,8 +32,8 @@ flags.DEFINE_list(
     ["async-1-1", "async-1-2", "async-2-1", "async-2-2", "sync-2-1", "sync-2-2"],
     "For speed: mode, workers and servers.",
 )
-flags.DEFINE_integer("rounds", 8, "For speed: rounds; each times one device and the case once.", lower_bound=1)
-flags.DEFINE_integer("steps", 15, "Steps in a round.", lower_bound=1)
+flags.DEFINE_integer("rounds", 6, "For speed: rounds; each times one device and the case once.", lower_bound=1)
+flags.DEFINE_integer("steps", 10, "Steps in a round.", lower_bound=1)
 flags.DEFINE_list("tables", ["1000", "10000", "100000", "1000000"], "For bytes: rows of the table.")
 flags.DEFINE_list("optimizers", ["SGD", "Adagrad", "Adam"], "For bytes: optimizers.")
 flags.DEFINE_string("coordinate", None, "What this process coordinates; the benchmark starts such processes.")
