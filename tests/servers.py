@@ -26,8 +26,8 @@ def start(program: str, tf_config: str = "", **environment: str) -> subprocess.P
     variables = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow", "PYTHONPATH": str(TESTS)}
     variables |= environment | {"TF_CONFIG": tf_config}
     command = [sys.executable, "-u", "-c", PREAMBLE + textwrap.dedent(program)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=variables, start_new_session=True, **pipes)
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(command, env=variables, start_new_session=True, text=True, **pipes)
 
 
 def finish(process: subprocess.Popen, timeout: float = 240.0) -> str:

@@ -35,7 +35,13 @@ class ServerStrategy(tf.distribute.ParameterServerStrategy):
     """
 
     def __init__(self, resolver: tf.distribute.cluster_resolver.ClusterResolver, extended: Callable[[Any], Any]):
-        super().__init__(resolver)
+        log = tf.get_logger()
+        before = log.level
+        log.setLevel("WARNING")  # it says that it is another strategy, on devices that it will not use
+        try:
+            super().__init__(resolver)
+        finally:
+            log.setLevel(before)
         self._extended = extended(self)
         self._extended._retrace_functions_for_each_device = False  # what a strategy sets on the one that it is made with
 

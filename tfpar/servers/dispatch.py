@@ -59,7 +59,7 @@ class Dispatcher:
         self._ended: queue.Queue[Ended] = queue.Queue()
         self.running: dict[int, Any] = {}
         self._since: dict[int, float] = {}
-        self._used: dict[int, list[Ended]] = {worker: [] for worker in range(len(cluster.jobs["worker"]))}
+        self._used: dict[int, list[Any]] = {worker: [] for worker in range(len(cluster.jobs["worker"]))}
         self.devices = [f"/job:worker/replica:0/task:{i}/device:CPU:0" for i in range(len(cluster.jobs["worker"]))]
         self._own = _OwnThread()
 
@@ -134,7 +134,7 @@ class Dispatcher:
                     return Ended(self.idle[0], None)
                 continue
             self.running.pop(ended.worker, None)
-            self._used[ended.worker].append(ended)
+            self._used[ended.worker] += [ended.value, getattr(ended.task, "batch", None)]
             return ended
 
     def call(self, function: Callable[[], Any]) -> Any:

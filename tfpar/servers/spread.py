@@ -43,7 +43,11 @@ def default_partitioner(servers: int) -> Partitioner:
     Args:
         servers: how many there are.
     """
-    return tf.distribute.experimental.partitioners.MinSizePartitioner(min_shard_bytes=SMALLEST_PART, max_shards=servers)
+
+    def parts(shape: tf.TensorShape, dtype: tf.DType) -> list[int]:
+        return [max(1, min(servers, _bytes(shape, dtype, None) // SMALLEST_PART)), *[1] * (shape.rank - 1)]
+
+    return parts
 
 
 class Spread:

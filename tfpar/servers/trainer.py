@@ -73,6 +73,7 @@ class Steps:
         self._updates: dict[int, Any] = {}
         self._loop: Loop | None = None
         self._is_checked = predicts
+        self._has_own_logs = not predicts and steps.overrides(model, step.__name__)
         update = self._join if predicts else self._update
         self._engine = Engine(strategy.dispatcher, self._prepare, self._divisors, update, mode, records)
         self._watch = errors.NanWatch(model)
@@ -108,7 +109,8 @@ class Steps:
             result = concrete(*Program.arguments(batch, worker, share, totals))
             if self._predicts:
                 return _on_host(result["returned"])
-            return result | {name: _on_host(result[name]) for name in ("metrics", "returned")}
+            brought = ("metrics", "returned") if self._has_own_logs else ("metrics",)
+            return result | {name: _on_host(result[name]) for name in brought}
 
         return compute
 
@@ -133,9 +135,9 @@ class Steps:
             self._updates[len(results)] = updates.update_function(self._model, self._program.signature, results)
         update, flat = self._updates[len(results)], updates.flat(results)
         metrics = self._strategy.dispatcher.call(lambda: update(*flat))
-        returned, shares = results[0]["returned"], [one.task.share for one in ended]
-        if not isinstance(returned, dict):
+        if not self._has_own_logs:
             return metrics
+        returned, shares = results[0]["returned"], [one.task.share for one in ended]
         tracked = {name: value for name, value in metrics.items() if name not in self._program.untracked}
         own = {name: _mean([of["returned"][name] for of in results], shares) for name in returned if name not in tracked}
         return {name: tracked[name] if name in tracked else own[name] for name in returned}

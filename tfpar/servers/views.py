@@ -183,13 +183,13 @@ def route_lookups() -> None:
     """Lets `tf.gather` on a variable that a worker's step has read take rows from the servers, not the whole variable."""
 
     def wrap(gather: Callable) -> Callable:
-        def lookup(params, indices, axis, batch_dims=0, name=None):
+        def lookup(params, indices, axis, batch_dims=0, **kwargs):
             step = current()
-            if isinstance(step, WorkerStep) and isinstance(axis, int | tf.Tensor) and batch_dims == 0:
+            if isinstance(step, WorkerStep) and batch_dims == 0:
                 found = _rows(step, params, indices, axis)
                 if found is not None:
                     return found
-            return gather(params, indices, axis, batch_dims, name)
+            return gather(params, indices, axis, batch_dims=batch_dims, **kwargs)
 
         return lookup
 
