@@ -31,7 +31,7 @@ class ParameterServerStrategy(ServersStrategy):
         ValueError: TF_CONFIG is missing or contradicts itself or a server; versions differ; options do not fit.
         TimeoutError: a process does not answer.
 
-    Example:
+    Example, also in docs/parameter_servers.md:
 
     ```python
     with tfpar.local_cluster(workers=2, ps=2) as cluster:
@@ -41,6 +41,10 @@ class ParameterServerStrategy(ServersStrategy):
             model.compile("adam", "mse")
         model.fit(np.ones((64, 8)), np.ones((64, 1)))
     ```
+
+    >>> tfpar.ParameterServerStrategy(mode="bounded")
+    Traceback (most recent call last):
+    ValueError: staleness goes with mode="bounded", which needs it: how many steps the fastest worker may be ahead of the slowest; got mode='bounded', staleness=None.
     """
 
     def __init__(

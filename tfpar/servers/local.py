@@ -135,10 +135,9 @@ def local_cluster(workers: int = 2, ps: int = 2, *, threads: int | None = None) 
 
     Example:
 
-    ```python
-    with tfpar.local_cluster(workers=2, ps=2) as cluster:
-        strategy = tfpar.ParameterServerStrategy(cluster.resolver)
-    ```
+    >>> with tfpar.local_cluster(workers=1, ps=1) as cluster:
+    ...     print(sorted(cluster.resolver.cluster_spec().as_dict()))
+    ['ps', 'worker']
     """
     return LocalCluster(workers, ps, threads)
 
