@@ -42,9 +42,9 @@ class ParameterServerStrategy(ServersStrategy):
         model.fit(np.ones((64, 8)), np.ones((64, 1)))
     ```
 
-    >>> tfpar.ParameterServerStrategy(mode="bounded")
+    >>> tfpar.ParameterServerStrategy(mode="fast")
     Traceback (most recent call last):
-    ValueError: staleness goes with mode="bounded", which needs it: how many steps the fastest worker may be ahead of the slowest; got mode='bounded', staleness=None.
+    ValueError: mode is one of 'async', 'sync', 'bounded'; got 'fast'.
     """
 
     def __init__(

@@ -139,9 +139,28 @@ def test_a_synchronous_step_is_that_of_one_device(cluster):
         model.fit(numbers, targets, batch_size=8, verbose=0)
     except ValueError as error:
         print(error)
+
+    class Largest(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__()
+            self.largest = self.add_variable((), "zeros", name="largest")
+
+        def update_state(self, y, predicted, sample_weight=None):
+            self.largest.assign(keras.ops.maximum(self.largest, keras.ops.max(predicted)))
+
+        def result(self):
+            return self.largest
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((8,)), layers.Dense(1)])
+        model.compile("adam", "mse", metrics=[Largest()])
+    try:
+        model.fit(numbers, targets, batch_size=8, verbose=0)
+    except ValueError as error:
+        print(error)
     """
     out = servers.run(MODEL + servers.textwrap.dedent(program), cluster.tf_config)
-    assert "is no mean over examples" in out
+    assert "is no mean over examples" in out and "largest' is no sum over steps" in out
 
 
 def test_only_touched_rows_and_gradients_travel(cluster):
@@ -283,6 +302,20 @@ def test_models_come_back_on_other_servers_and_on_one_device(cluster, tmp_path):
     with tfpar.local_cluster(workers=1, ps=1, threads=1) as other:
         first = MODEL.partition("rng =")[0].replace(TWO_PARTS, "None")
         servers.run(first + "scope = strategy.scope\n" + _data() + load, other.tf_config)
+        servers.run(MODEL + servers.textwrap.dedent(ONE_WORKER), other.tf_config, MODE="async")
+
+
+ONE_WORKER = """
+def build():
+    inputs = keras.Input((8,))
+    x = layers.Dropout(0.3)(layers.BatchNormalization()(layers.Dense(16, activation="relu")(inputs)))
+    model = keras.Model(inputs, layers.Dense(1)(x))
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    return model
+
+both(build, lambda model: model.fit(numbers, targets, batch_size=16, epochs=2, shuffle=False, verbose=0),
+     lambda model: model.predict(numbers, verbose=0))
+"""
 
 
 def _data() -> str:

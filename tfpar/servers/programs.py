@@ -62,7 +62,7 @@ class Program:
         self._function = tf.function(self._run, autograph=False, reduce_retracing=True)
         self._divisors = tf.function(self._divisors_of, autograph=False, reduce_retracing=True)
         self.signature: Signature | None = None
-        self.loss_arguments: Any = None  # shapes and dtypes of the outputs that compute_loss was given
+        self.outputs: Any = None  # shapes and dtypes of the outputs that compute_loss was given
 
     def trace(self, batch: Any) -> Any:
         """The concrete function for a batch; call it with `arguments`."""
@@ -143,12 +143,11 @@ class Program:
                     step.update(optimizer, grads, trainable_variables or steps.weights_of(optimizer))
 
                 undo.enter_context(steps.attributes(optimizer, {"apply": apply}))
-            if self._in_parts:
-                undo.enter_context(steps.attributes(self._model, {"compute_loss": self._compute_loss}))
+            undo.enter_context(steps.attributes(self._model, {"compute_loss": self._compute_loss}))
             yield step
 
     def _compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        self.loss_arguments = tf.nest.map_structure(lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype), y_pred)
+        self.outputs = tf.nest.map_structure(lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype), y_pred)
         return type(self._model).compute_loss(self._model, x, y, y_pred, sample_weight, training)
 
     def _sign(self, step: WorkerStep, divisors: int) -> None:

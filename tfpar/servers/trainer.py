@@ -13,8 +13,7 @@ import tensorflow as tf
 
 from tfpar import errors, training
 from tfpar.compat import training as steps
-from tfpar.pipeline import loss_parts
-from tfpar.servers import updates
+from tfpar.servers import checks, updates
 from tfpar.servers.loops import Ended, Engine, FreeLoop, Loop, StepRecord, SyncLoop, Task
 from tfpar.servers.modes import Mode
 from tfpar.servers.programs import Program
@@ -129,8 +128,8 @@ class Steps:
     def _update(self, ended: Sequence[Ended]) -> Any:
         """Makes an update of the results of steps; returns the logs."""
         results = [one.value for one in ended]
-        if len(results) > 1 and not self._is_checked:
-            self._check_loss([one.task for one in ended])
+        if not self._is_checked:
+            self._check([one.task for one in ended])
         if len(results) not in self._updates:
             self._updates[len(results)] = updates.update_function(self._model, self._program.signature, results)
         update, flat = self._updates[len(results)], updates.flat(results)
@@ -154,20 +153,12 @@ class Steps:
                 )
         return _joined([one.value for one in ended])
 
-    def _check_loss(self, parts: Sequence[Task]) -> None:
-        """Refuses a loss that is no mean over examples, before the first update from several parts."""
+    def _check(self, parts: Sequence[Task]) -> None:
+        """Refuses what workers cannot compute apart, before the first update."""
         self._is_checked = True
-        specs = self._program.loss_arguments
-        if specs is None or any(part.batch is None or part.home is not None for part in parts):
-            return
-        sizes = [part.examples for part in parts]
-        whole = tf.nest.map_structure(lambda *leaves: _concat(leaves), *(part.batch for part in parts))
-        x, y, weight = keras.utils.unpack_x_y_sample_weight(whole)
-
-        def of_batch(spec: tf.TensorSpec) -> tf.TensorSpec:
-            return tf.TensorSpec([sum(sizes), *spec.shape[1:]], spec.dtype) if spec.shape.rank else spec
-
-        loss_parts.check_parts(self._model, tf.nest.map_structure(of_batch, specs), (x, y, weight), sizes)
+        outputs, is_here = self._program.outputs, all(part.batch is not None and part.home is None for part in parts)
+        if outputs is not None and is_here:
+            checks.check(self._model, outputs, [part.batch for part in parts])
 
 
 def _on_host(value: Any) -> Any:
