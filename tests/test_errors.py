@@ -70,7 +70,7 @@ def test_part_of_a_model_made_outside_the_scope():
     inner = parity.mlp()
     with strategy().scope():
         model = parity.compiled(keras.Sequential([keras.Input((8,)), inner]))
-    with pytest.raises(ValueError, match=r"its variable '.*up/kernel' is not on the mesh"):
+    with pytest.raises(ValueError, match=r"its variable '.*up/kernel' is not on the devices"):
         model.fit(X, Y, verbose=0)
 
 
