@@ -13,7 +13,7 @@ class ParameterServerStrategy(ServersStrategy):
     """Trains a Keras model whose variables lie on parameter servers and whose steps run on workers.
 
     This process coordinates: it runs the user's program and `fit`. Workers and servers are other processes, each started
-    with `python -m tfpar.servers.server` and its TF_CONFIG, or all on one machine by `tfpar.local_cluster`.
+    with `python -m tfpar.servers` and its TF_CONFIG, or all on one machine by `tfpar.local_cluster`.
 
     Args:
         cluster_resolver: the cluster; None: the one that the environment variable TF_CONFIG describes.

@@ -121,6 +121,14 @@ def test_a_synchronous_step_is_that_of_one_device(cluster):
             self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
             return {"loss": loss}
 
+    def two():
+        inputs = keras.Input((8,))
+        model = keras.Model(inputs, [layers.Dense(1, name="a")(inputs), layers.Dense(1, name="b")(inputs)])
+        model.compile(keras.optimizers.Adam(0.01), ["mse", "mae"], loss_weights=[1.0, 0.3])
+        return model
+
+    both(two, lambda model: model.fit(numbers, [targets, targets], batch_size=16, epochs=2, shuffle=False, verbose=0))
+
     def own():
         inputs = keras.Input((8,))
         model = Norm(inputs, layers.Dense(1)(inputs))

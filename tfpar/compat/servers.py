@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 # `fit` learns how long an epoch is in the epoch iterator only; see `follow_epochs`.
+from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
 # The coordinator gives a closure to whichever worker is free. Its resources are for one worker, and so are our steps.
@@ -96,7 +97,7 @@ def add_in_place(is_ours: Callable[[Any], bool]) -> None:
 
         def method(self, value, original=original, name=name):
             native = compat.native(self)
-            if not is_ours(native):
+            if not is_ours(native) or in_stateless_scope():
                 return original(self, value)
             getattr(native, name)(tf.cast(tf.convert_to_tensor(value), native.dtype))
             return value

@@ -91,6 +91,8 @@ def from_environment() -> Cluster:
         config = json.loads(text)
         jobs, task = config["cluster"], config["task"]
         job, index = task["type"], task["index"]
+        if any(isinstance(addresses, str) for addresses in jobs.values()):
+            raise TypeError("the addresses of a job are a list, also where there is one")
         jobs = {name: tuple(addresses) for name, addresses in jobs.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(

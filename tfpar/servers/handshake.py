@@ -36,12 +36,12 @@ def check(cluster: Cluster, limit: float) -> None:
     if silent:
         lines = "; ".join(f"{job} {i} at {address} ({why})" for job, i, address, why in silent)
         raise TimeoutError(
-            f"No answer within {limit:.0f} seconds from {lines}. Start it with `python -m tfpar.servers.server`, or correct "
+            f"No answer within {limit:.0f} seconds from {lines}. Start it with `python -m tfpar.servers`, or correct "
             "its address in TF_CONFIG, which may be that of an earlier job."
         )
     for (job, i, address), found in zip(tasks, answers):
         if found is not None:
-            _compare(cluster, f"{job} {i} at {address}", (job, i), found)
+            _compare(cluster, address, (job, i), found)
 
 
 def ask(address: str, until: float) -> dict | str | None:
@@ -89,20 +89,20 @@ def listens(address: str, limit: float) -> bool:
     return True
 
 
-def _compare(cluster: Cluster, task: str, expected: tuple[str, int], found: dict) -> None:
+def _compare(cluster: Cluster, address: str, expected: tuple[str, int], found: dict) -> None:
     if (found["job"], found["index"]) != expected:
         raise ValueError(
-            f"The process at {task} says that it is {found['job']} {found['index']}: its TF_CONFIG and this one's "
-            "contradict each other. Start all processes with the same cluster."
+            f"The process at {address} says that it is {found['job']} {found['index']}, expected {expected[0]} {expected[1]}: "
+            "its TF_CONFIG and this one's contradict each other. Start all processes with the same cluster."
         )
     for job in ("worker", "ps"):
         if list(cluster.jobs[job]) != found["cluster"].get(job):
             raise ValueError(
-                f"The process at {task} knows other addresses of {job!r} than this one: {found['cluster'].get(job)} there, "
+                f"The process at {address} knows other addresses of {job!r} than this one: {found['cluster'].get(job)} there, "
                 f"{list(cluster.jobs[job])} here. Start all processes with the same cluster in TF_CONFIG."
             )
     if found["tensorflow"] != tf.__version__:
         raise ValueError(
-            f"The process at {task} runs TensorFlow {found['tensorflow']}, the coordinator {tf.__version__}. Functions are "
+            f"The process at {address} runs TensorFlow {found['tensorflow']}, the coordinator {tf.__version__}. Functions are "
             "sent between them, so install one version everywhere."
         )

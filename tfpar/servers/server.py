@@ -1,6 +1,6 @@
 """The program of a worker or a parameter server: TensorFlow's own server, which says who it is.
 
-    TF_CONFIG='{"cluster": …, "task": {"type": "ps", "index": 0}}' python -m tfpar.servers.server
+    TF_CONFIG='{"cluster": …, "task": {"type": "ps", "index": 0}}' python -m tfpar.servers
 
 It runs until it is stopped. A coordinator reads who it is before it connects, so that a wrong address or version is an
 error that names the process (`handshake.py`).

@@ -22,7 +22,7 @@ from tfpar.compat import servers
 from tfpar.one_view import OneViewExtended
 from tfpar.replica_context import ServersContext
 from tfpar.servers import config, handshake
-from tfpar.servers.dispatch import Dispatcher
+from tfpar.servers.dispatch import Dispatcher, server_lost
 from tfpar.servers.input import ServedDataset
 from tfpar.servers.loops import StepRecord
 from tfpar.servers.modes import Mode
@@ -54,7 +54,7 @@ class ServersStrategy(servers.ServerStrategy):
         if cluster.job != "chief":
             raise ValueError(
                 f"This process is {cluster.job} {cluster.index}, a server, but it runs the coordinator's program. Start it "
-                "with `python -m tfpar.servers.server`, and this program with the task type 'chief'."
+                "with `python -m tfpar.servers`, and this program with the task type 'chief'."
             )
         workers = len(cluster.jobs["worker"])
         if mode.backup_workers >= workers:
@@ -136,7 +136,7 @@ class ServersExtended(OneViewExtended):
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> ServerVariable:
         path, maker = compat.variable_in_the_making(kwargs.get("name"))
         reference, initial = kwargs.pop("colocate_with", None), kwargs["initial_value"]
-        with tf.init_scope(), tf.device(HOST):
+        with self._explained(path), tf.init_scope(), tf.device(HOST):
             value = tf.convert_to_tensor(initial() if callable(initial) else initial, dtype=kwargs.get("dtype"))
             kind = _kind(maker, reference, value)
             follows = reference if isinstance(reference, ServerVariable) and reference.shape == value.shape else None
@@ -150,6 +150,13 @@ class ServersExtended(OneViewExtended):
                 distribute_strategy=self._container_strategy(),
                 **{name: kwargs[name] for name in _KEPT if name in kwargs},
             )
+
+    @contextlib.contextmanager
+    def _explained(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except tf.errors.UnavailableError as error:
+            raise server_lost(f"A server does not take the variable {path!r}; it is gone, or was stopped") from error
 
     def _homes(self, kind: str, value: tf.Tensor, path: str, reference: Any, follows: ServerVariable | None) -> Homes:
         if kind == "metric":
