@@ -112,6 +112,35 @@ def test_a_synchronous_step_is_that_of_one_device(cluster):
     both(lambda: tables(lambda: keras.optimizers.Adam(0.01), metrics=metrics())(), lambda model: model.fit(
         [ids, numbers], targets > 0, batch_size=16, epochs=2, shuffle=False, verbose=0))
 
+    class Tracked(keras.Model):  # logs under other names than the metrics'
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.total, self.error = keras.metrics.Mean("total_loss"), keras.metrics.MeanAbsoluteError("error")
+
+        @property
+        def metrics(self):
+            return [self.total, self.error]
+
+        def train_step(self, data):
+            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+            with tf.GradientTape() as tape:
+                predicted = self(x, training=True)
+                loss = keras.ops.mean(keras.ops.square(y - predicted))
+            weights = self.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+            self.total.update_state(loss, keras.ops.shape(x)[0])
+            self.error.update_state(y, predicted)
+            both = self.total.result() * self.error.result()
+            return {"loss": self.total.result(), "mae": self.error.result(), "product": both, "batch": loss}
+
+    def tracked():
+        inputs = keras.Input((8,))
+        model = Tracked(inputs, layers.Dense(1)(inputs))
+        model.compile(keras.optimizers.Adam(0.01))
+        return model
+
+    both(tracked, lambda model: model.fit(numbers, targets, batch_size=16, epochs=2, shuffle=False, verbose=0))
+
     class Norm(keras.Model):  # a step of the user's own
         def train_step(self, data):
             x, y, _ = keras.utils.unpack_x_y_sample_weight(data)

@@ -92,17 +92,17 @@ def listens(address: str, limit: float) -> bool:
 def _compare(cluster: Cluster, address: str, expected: tuple[str, int], found: dict) -> None:
     if (found["job"], found["index"]) != expected:
         raise ValueError(
-            f"The process at {address} says that it is {found['job']} {found['index']}, expected {expected[0]} {expected[1]}: "
+            f"The process at {address} says that it is {found['job']} {found['index']}, not {expected[0]} {expected[1]}: "
             "its TF_CONFIG and this one's contradict each other. Start all processes with the same cluster."
         )
     for job in ("worker", "ps"):
         if list(cluster.jobs[job]) != found["cluster"].get(job):
             raise ValueError(
-                f"The process at {address} knows other addresses of {job!r} than this one: {found['cluster'].get(job)} there, "
-                f"{list(cluster.jobs[job])} here. Start all processes with the same cluster in TF_CONFIG."
+                f"The process at {address} knows other addresses of {job!r} than this one: {found['cluster'].get(job)} "
+                f"there, {list(cluster.jobs[job])} here. Start all processes with the same cluster in TF_CONFIG."
             )
     if found["tensorflow"] != tf.__version__:
         raise ValueError(
-            f"The process at {address} runs TensorFlow {found['tensorflow']}, the coordinator {tf.__version__}. Functions are "
-            "sent between them, so install one version everywhere."
+            f"The process at {address} runs TensorFlow {found['tensorflow']}, the coordinator {tf.__version__}. Functions "
+            "are sent between them, so install one version everywhere."
         )

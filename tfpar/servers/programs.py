@@ -24,6 +24,7 @@ from tfpar import compat
 from tfpar.compat import training as steps
 from tfpar.pipeline.loss_parts import corrected
 from tfpar.replica_context import ServersContext
+from tfpar.servers.own_logs import OwnLogs
 from tfpar.servers.spread import HOST
 from tfpar.servers.variables import ServerVariable
 from tfpar.servers.views import Change, WorkerStep
@@ -59,9 +60,11 @@ class Program:
 
     def __init__(self, model: keras.Model, step: Callable[[Any], Any], in_parts: bool):
         self._model, self._step, self._in_parts = model, step, in_parts
+        self._is_own = steps.overrides(model, step.__name__)
         self._function = tf.function(self._run, autograph=False, reduce_retracing=True)
         self._divisors = tf.function(self._divisors_of, autograph=False, reduce_retracing=True)
         self.signature: Signature | None = None
+        self.own_logs: OwnLogs | None = None  # of a step that the user has overridden
         self.outputs: Any = None  # shapes and dtypes of the outputs that compute_loss was given
 
     def trace(self, batch: Any) -> Any:
@@ -105,18 +108,25 @@ class Program:
             return corrected(loss, reduction, divisor, tf.cast(share, loss.dtype), total)
 
         parts = steps.reductions(change, share) if self._in_parts else contextlib.nullcontext()
-        with self._entered(worker) as step, parts:
+        with self._entered(worker, share) as step, parts:
             returned = self._step(batch)
         scale = share if self._in_parts else None
         self._sign(step, found)
+        returned = tf.nest.map_structure(tf.convert_to_tensor, returned)
+        if self._is_own and isinstance(returned, dict):
+            self.own_logs = OwnLogs(step.metric_reads, returned)
         return {
             "gradients": [
-                [_pieces(_scaled(g, scale), compat.native(v)) for g, v in zip(grads, variables) if g is not None]
+                [
+                    _pieces(_scaled(g, scale if self._is_own else None), compat.native(v))
+                    for g, v in zip(grads, variables)
+                    if g is not None
+                ]
                 for _, grads, variables in step.gradients
             ],
             "changes": [_change(change, scale) for change in step.changes if change.variable.kind != "metric"],
             "metrics": _packed([change for change in step.changes if change.variable.kind == "metric"]),
-            "returned": tf.nest.map_structure(tf.convert_to_tensor, returned),
+            "returned": returned,
         }
 
     @tf.autograph.experimental.do_not_convert
@@ -129,12 +139,12 @@ class Program:
                 found.append(tf.cast(divisor, tf.float64))
             return loss
 
-        with self._entered(worker), steps.reductions(record, share):
+        with self._entered(worker, share), steps.reductions(record, share):
             self._step(batch)
         return found
 
     @contextlib.contextmanager
-    def _entered(self, worker: tf.Tensor):
+    def _entered(self, worker: tf.Tensor, share: tf.Tensor):
         strategy = self._model.distribute_strategy
         with strategy.scope(), ServersContext(strategy), WorkerStep(worker) as step, contextlib.ExitStack() as undo:
             for optimizer in optimizers_of(self._model):
@@ -142,7 +152,14 @@ class Program:
                 def apply(grads, trainable_variables=None, optimizer=optimizer):
                     step.update(optimizer, grads, trainable_variables or steps.weights_of(optimizer))
 
-                undo.enter_context(steps.attributes(optimizer, {"apply": apply}))
+                changes = {"apply": apply}
+                if self._in_parts and not self._is_own:  # before the backward, so that a part overflows as the batch does
+
+                    def scale_loss(loss, scale=optimizer.scale_loss):
+                        return scale(loss * tf.cast(share, loss.dtype))
+
+                    changes["scale_loss"] = scale_loss
+                undo.enter_context(steps.attributes(optimizer, changes))
             undo.enter_context(steps.attributes(self._model, {"compute_loss": self._compute_loss}))
             yield step
 

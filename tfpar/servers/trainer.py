@@ -72,7 +72,6 @@ class Steps:
         self._updates: dict[int, Any] = {}
         self._loop: Loop | None = None
         self._is_checked = predicts
-        self._has_own_logs = not predicts and steps.overrides(model, step.__name__)
         update = self._join if predicts else self._update
         self._engine = Engine(strategy.dispatcher, self._prepare, self._divisors, update, mode, records)
         self._watch = errors.NanWatch(model)
@@ -108,7 +107,7 @@ class Steps:
             result = concrete(*Program.arguments(batch, worker, share, totals))
             if self._predicts:
                 return _on_host(result["returned"])
-            brought = ("metrics", "returned") if self._has_own_logs else ("metrics",)
+            brought = ("metrics",) if self._program.own_logs is None else ("metrics", "returned")
             return result | {name: _on_host(result[name]) for name in brought}
 
         return compute
@@ -134,12 +133,18 @@ class Steps:
             self._updates[len(results)] = updates.update_function(self._model, self._program.signature, results)
         update, flat = self._updates[len(results)], updates.flat(results)
         metrics = self._strategy.dispatcher.call(lambda: update(*flat))
-        if not self._has_own_logs:
+        own_logs = self._program.own_logs
+        if own_logs is None:
             return metrics
         returned, shares = results[0]["returned"], [one.task.share for one in ended]
         tracked = {name: value for name, value in metrics.items() if name not in self._program.untracked}
-        own = {name: _mean([of["returned"][name] for of in results], shares) for name in returned if name not in tracked}
-        return {name: tracked[name] if name in tracked else own[name] for name in returned}
+
+        def log(name: str) -> Any:
+            if name in tracked or name in own_logs:
+                return tracked[name] if name in tracked else own_logs.value(name)
+            return _mean([of["returned"][name] for of in results], shares)
+
+        return {name: log(name) for name in returned}
 
     def _join(self, ended: Sequence[Ended]) -> Any:
         """The outputs for a batch from those for its parts."""

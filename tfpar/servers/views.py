@@ -69,12 +69,18 @@ class WorkerStep(_View):
         self._read: dict[int, tf.Tensor] = {}
         self._changes: dict[int, Change] = {}
         self._updated: set[int] = set()
+        self._metric_reads: list[tuple[Any, tf.Tensor, Change | None]] = []
         self.gradients: list[tuple[Any, list[Any], list[Any]]] = []
 
     @property
     def changes(self) -> list[Change]:
         """What the step would change, apart from what optimizers do."""
         return list(self._changes.values())
+
+    @property
+    def metric_reads(self) -> list[tuple[Any, tf.Tensor, bool]]:
+        """Each read of a metric's variable: it, the value, and whether it came after all changes of the step to it."""
+        return [(v, value, self._changes.get(id(v)) is change) for v, value, change in self._metric_reads]
 
     def read(self, variable: Any) -> tf.Tensor:
         """The value, once from the servers, as one read to gradient tapes."""
@@ -84,9 +90,12 @@ class WorkerStep(_View):
                 "update happens after the step; compute all gradients and logs from the weights before apply_gradients."
             )
         with self._outside_of_loops():
-            if id(variable) in self._changes:
-                return tf.identity(self._changes[id(variable)].value)
-            value = tf.identity(self._start(variable))
+            change = self._changes.get(id(variable))
+            value = tf.identity(self._start(variable) if change is None else change.value)
+            if variable.kind == "metric":
+                self._metric_reads.append((variable, value, change))
+            if change is not None:
+                return value
             value._tfpar_read = variable
             compat.watch(variable)
             compat.record_read(value, variable.handle)
