@@ -37,13 +37,20 @@ def cluster():
         yield found
 
 
+def train_past_two_backups(process, repetition):
+    """Reads what a program does that goes on from its last backup, of which there is one every 20 steps."""
+    first = int(servers.read_until(process, lambda line: line.startswith("step"))[-1].split()[1])
+    assert first == 40 * repetition + 1
+    servers.read_until(process, lambda line: line == f"step {first + 44}")
+
+
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_killed_worker_is_done_without_and_rejoins(cluster, mode):
     """Every batch counts once, whenever the worker dies; when it is back it takes part again."""
     program = f"""
     for repetition in range({REPETITIONS}):
-        model.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
-        assert int(model.optimizer.iterations) == 120 * (repetition + 1)
+        model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=callbacks)
+        assert int(model.optimizer.iterations) == 60 * (repetition + 1)
         before = len(strategy.step_log(model))
         print("end", repetition, flush=True)
         sys.stdin.readline()  # the worker has been started again
@@ -57,7 +64,7 @@ def test_a_killed_worker_is_done_without_and_rejoins(cluster, mode):
     process = servers.start(TRAIN + servers.textwrap.dedent(program), cluster.tf_config, MODE=mode)
     try:
         for repetition in range(REPETITIONS):
-            kill_at = 120 * repetition + 10 + 17 * repetition
+            kill_at = 60 * repetition + 5 + 11 * repetition
             servers.read_until(process, lambda line, step=kill_at: line == f"step {step}")
             cluster.kill("worker", 1)
             servers.read_until(process, lambda line, number=repetition: line == f"end {number}")
@@ -80,7 +87,7 @@ def test_a_killed_server_is_an_error_and_training_resumes(cluster, tmp_path):
     try:
         model.fit(x, x[:, :1], batch_size=8, epochs=4, shuffle=False, verbose=0, callbacks=callbacks)
         print("done", started[0], flush=True)
-    except tfpar.servers.dispatch.ServerLostError as error:
+    except tfpar.servers.ServerLostError as error:
         print("lost", started[0], error, flush=True)
         os._exit(0)
     """
@@ -88,9 +95,7 @@ def test_a_killed_server_is_an_error_and_training_resumes(cluster, tmp_path):
     for repetition in range(REPETITIONS):
         process = servers.start(program, cluster.tf_config)
         try:
-            first = int(servers.read_until(process, lambda line: line.startswith("step"))[-1].split()[1])
-            assert first == 40 * repetition + 1
-            servers.read_until(process, lambda line, step=first + 44: line == f"step {step}")
+            train_past_two_backups(process, repetition)
             cluster.kill("ps", 1)
             killed = time.monotonic()
             lines = servers.read_until(process, lambda line: line.startswith("lost"))
@@ -114,9 +119,7 @@ def test_a_killed_coordinator_resumes(cluster, tmp_path):
     for repetition in range(REPETITIONS):
         process = servers.start(program, cluster.tf_config)
         try:
-            first = int(servers.read_until(process, lambda line: line.startswith("step"))[-1].split()[1])
-            assert first == 40 * repetition + 1
-            servers.read_until(process, lambda line, step=first + 44: line == f"step {step}")
+            train_past_two_backups(process, repetition)
         finally:
             servers.end(process)
     lines = servers.run(program, cluster.tf_config).splitlines()
@@ -127,7 +130,7 @@ def test_a_worker_that_hangs_is_an_error_in_time(cluster):
     program = """
     try:
         model.fit(x, x[:, :1], batch_size=8, epochs=4, verbose=0, callbacks=callbacks)
-    except tfpar.servers.dispatch.StepTimeoutError as error:
+    except tfpar.servers.StepTimeoutError as error:
         print("hangs", error, flush=True)
         os._exit(0)
     """

@@ -1,6 +1,6 @@
 """tfpar: hybrid parallel training for Keras on TensorFlow."""
 
-from tfpar import layouts, pipeline
+from tfpar import layouts, pipeline, servers
 from tfpar.autolayout import AutoLayout
 from tfpar.devices import use_logical_cpus
 from tfpar.layouts import LayoutMap
@@ -28,5 +28,6 @@ __all__ = [
     "layouts",
     "local_cluster",
     "pipeline",
+    "servers",
     "use_logical_cpus",
 ]

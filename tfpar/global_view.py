@@ -14,8 +14,7 @@ them is the identity, and BatchNorm, dropout, losses, clipping and metrics keep 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -178,18 +177,6 @@ class GlobalViewExtended(OneViewExtended):
     def _create_variable(self, next_creator: Callable, **kwargs) -> variables.MeshVariable:
         del next_creator
         return self._placement.create(self._container_strategy(), **kwargs)
-
-    @contextlib.contextmanager
-    def colocate_vars_with(self, variable: Any) -> Iterator[None]:
-        """Variables made here follow `variable`; Keras makes an optimizer's slots so, in a strategy's scope or not."""
-
-        def creator(next_creator, **kwargs):
-            return next_creator(**kwargs, colocate_with=variable)
-
-        strategy = self._container_strategy()
-        is_current = tf.distribute.get_strategy() is strategy
-        with contextlib.nullcontext() if is_current else strategy.scope(), tf.variable_creator_scope(creator):
-            yield
 
     @property
     def worker_devices(self) -> tuple[str, ...]:

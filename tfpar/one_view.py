@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -39,3 +40,15 @@ class OneViewExtended(tf.distribute.StrategyExtended):
 
     def value_container(self, value: Any) -> Any:
         return value
+
+    @contextlib.contextmanager
+    def colocate_vars_with(self, variable: Any) -> Iterator[None]:
+        """Variables made here go where `variable` is; Keras makes an optimizer's slots so, in a strategy's scope or not."""
+
+        def creator(next_creator, **kwargs):
+            return next_creator(**kwargs, colocate_with=variable)
+
+        strategy = self._container_strategy()
+        is_current = tf.distribute.get_strategy() is strategy
+        with contextlib.nullcontext() if is_current else strategy.scope(), tf.variable_creator_scope(creator):
+            yield

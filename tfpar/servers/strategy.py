@@ -172,18 +172,6 @@ class ServersExtended(OneViewExtended):
         self.spread.count(homes, value.shape, value.dtype)
         return homes
 
-    @contextlib.contextmanager
-    def colocate_vars_with(self, variable: Any) -> Iterator[None]:
-        """Variables made here go where `variable` is; Keras makes an optimizer's slots so, in a strategy's scope or not."""
-
-        def creator(next_creator, **kwargs):
-            return next_creator(**kwargs, colocate_with=variable)
-
-        strategy = self._container_strategy()
-        is_current = tf.distribute.get_strategy() is strategy
-        with contextlib.nullcontext() if is_current else strategy.scope(), tf.variable_creator_scope(creator):
-            yield
-
     @property
     def worker_devices(self) -> tuple[str, ...]:
         return tuple(f"/job:worker/replica:0/task:{i}/device:CPU:0" for i in range(self._workers))
