@@ -6,7 +6,7 @@ PYTHON := $(VENV)/bin/python
 FLAGS :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench coverage clean
+.PHONY: help demo test long lint bench coverage clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -14,8 +14,12 @@ help: ## List the targets
 demo: $(VENV)/.core ## Train a small GPT on a mesh of four CPU devices and on one device, and compare
 	@TF_CPP_MIN_LOG_LEVEL=3 $(PYTHON) -m tfpar.demo $(FLAGS)
 
-test: $(VENV)/.test ## Run all tests
+test: $(VENV)/.test ## Run the tests, without those marked long
 	TF_CPP_MIN_LOG_LEVEL=3 $(PYTHON) -m pytest -q -n auto
+
+long: $(VENV)/.test ## Run the tests marked long, and kill each kind of process five times
+	TF_CPP_MIN_LOG_LEVEL=3 TFPAR_REPETITIONS=5 $(PYTHON) -m pytest -q -n auto -m long
+	TF_CPP_MIN_LOG_LEVEL=3 TFPAR_REPETITIONS=5 $(PYTHON) -m pytest -q tests/test_parameter_server_failures.py -m "not long"
 
 lint: $(VENV)/.lint ## Check style and format
 	$(PYTHON) -m ruff check .

@@ -19,7 +19,7 @@ class ParameterServerStrategy(ServersStrategy):
         cluster_resolver: the cluster; None: the one that the environment variable TF_CONFIG describes.
         variable_partitioner: takes `shape` and `dtype` of a variable, returns the number of parts along each dim (only the
             first may have more than 1), such as `tf.distribute.experimental.partitioners.FixedShardsPartitioner(2)`. A
-            server gets at most one part of a variable. None: parts of 256 KiB or more.
+            server gets at most one part of a variable. None: parts of 64 KiB or more.
         mode: "async": each worker's gradients are an update of their own. "sync": a batch is cut over the workers, whose
             gradients make one update, that of one device. "bounded": as "async", but no worker gets too far ahead.
         staleness: for "bounded": a worker starts its step n when every other one has ended its step n - staleness - 1.

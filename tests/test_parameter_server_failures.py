@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -11,7 +12,7 @@ import tfpar
 
 pytestmark = pytest.mark.slow
 
-REPETITIONS = 5
+REPETITIONS = int(os.environ.get("TFPAR_REPETITIONS", 1))
 TRAIN = """
 MODE = os.environ.get("MODE", "async")
 strategy = tfpar.ParameterServerStrategy(mode=MODE, step_timeout=60.0)
@@ -31,7 +32,7 @@ callbacks = [Tell()]
 """
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster():
     with tfpar.local_cluster(workers=2, ps=2, threads=1) as found:
         yield found
@@ -44,7 +45,7 @@ def train_past_two_backups(process, repetition):
     servers.read_until(process, lambda line: line == f"step {first + 44}")
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.long)])
 def test_a_killed_worker_is_done_without_and_rejoins(cluster, mode):
     """Every batch counts once, whenever the worker dies; when it is back it takes part again."""
     program = f"""
@@ -126,6 +127,7 @@ def test_a_killed_coordinator_resumes(cluster, tmp_path):
     assert lines[0] == f"step {40 * REPETITIONS + 1}" and lines[-1] == "done"
 
 
+@pytest.mark.long
 def test_a_worker_that_hangs_is_an_error_in_time(cluster):
     program = """
     try:
@@ -144,4 +146,5 @@ def test_a_worker_that_hangs_is_an_error_in_time(cluster):
         assert time.monotonic() - started < 30
         assert "worker 1 at 127.0.0.1:" in lines[-1] and "step_timeout" in lines[-1]
     finally:
+        cluster.resume("worker", 1)
         servers.end(process)

@@ -60,7 +60,7 @@ def fit_numbers(model: keras.Model):
     ("mesh", "options"),
     [
         ("pipe=4", {"schedule": "zb-h1"}),
-        ("pipe=2,data=2,model=2", {"recompute": "stage"}),
+        pytest.param("pipe=2,data=2,model=2", {"recompute": "stage"}, marks=pytest.mark.long),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )

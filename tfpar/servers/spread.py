@@ -12,7 +12,7 @@ import tensorflow as tf
 Partitioner = Callable[..., Sequence[int]]
 
 HOST = "/job:chief/replica:0/task:0/device:CPU:0"  # the coordinator, which keeps metrics
-SMALLEST_PART = 256 << 10  # bytes; a smaller part costs a message and saves no time
+SMALLEST_PART = 64 << 10  # bytes; a smaller part costs a message and saves no time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Homes:
 
 
 def default_partitioner(servers: int) -> Partitioner:
-    """At most one part per server, none smaller than 256 KiB.
+    """At most one part per server, none smaller than 64 KiB.
 
     Args:
         servers: how many there are.
