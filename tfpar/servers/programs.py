@@ -118,7 +118,7 @@ class Program:
         return {
             "gradients": [
                 [
-                    _pieces(_scaled(g, scale if self._is_own else None), compat.native(v))
+                    _pieces(scaled(g, share) if self._in_parts and self._is_own else g, compat.native(v))
                     for g, v in zip(grads, variables)
                     if g is not None
                 ]
@@ -181,13 +181,12 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     return list({id(o): o for o in found if isinstance(o, keras.optimizers.Optimizer)}.values())
 
 
-def _scaled(gradient: Any, share: tf.Tensor | None) -> Any:
-    if share is None:
-        return gradient
+def scaled(gradient: Any, factor: tf.Tensor) -> Any:
+    """A gradient, dense or of rows, times a number."""
     if isinstance(gradient, tf.IndexedSlices):
-        values = gradient.values * tf.cast(share, gradient.values.dtype)
+        values = gradient.values * tf.cast(factor, gradient.values.dtype)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(share, gradient.dtype)
+    return gradient * tf.cast(factor, gradient.dtype)
 
 
 def _pieces(value: Any, variable: ServerVariable) -> list[Any]:

@@ -113,7 +113,8 @@ class Steps:
         return compute
 
     def _divisors(self, batch: Any) -> Callable | None:
-        self._prepare(batch)
+        if self._program.signature is None:
+            self._prepare(batch)
         if not self._program.signature.divisors:
             return None
         concrete = self._program.trace_divisors(batch)

@@ -18,7 +18,7 @@ from keras import optimizers
 from tfpar import compat
 from tfpar.compat import training as steps
 from tfpar.replica_context import ServersContext
-from tfpar.servers.programs import Signature, unpacked
+from tfpar.servers.programs import Signature, scaled, unpacked
 from tfpar.servers.variables import ServerVariable
 from tfpar.servers.views import UpdateView
 
@@ -205,17 +205,10 @@ def _clipped(part: Any, gradients: list, own: list[tf.Tensor], every: list[tf.Te
 
     if part.clipnorm:
         limit = tf.constant(part.clipnorm, tf.float64)
-        return [_scaled(g, limit / tf.maximum(tf.sqrt(square), limit)) for g, square in zip(gradients, own, strict=True)]
+        return [scaled(g, limit / tf.maximum(tf.sqrt(square), limit)) for g, square in zip(gradients, own, strict=True)]
     norm, limit = tf.sqrt(tf.add_n(every)), tf.constant(part.global_clipnorm, tf.float64)
     scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)  # not a number where the norm is not finite
-    return [_scaled(tf.convert_to_tensor(gradient), scale) for gradient in gradients]  # dense, as in Keras
-
-
-def _scaled(gradient: Any, scale: tf.Tensor) -> Any:
-    values = _values(gradient) * tf.cast(scale, gradient.dtype)
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return values
+    return [scaled(tf.convert_to_tensor(gradient), scale) for gradient in gradients]  # dense, as in Keras
 
 
 def _values(gradient: Any) -> tf.Tensor:
