@@ -10,7 +10,7 @@ from model_coverage import case, page, run
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "coverage.md").read_text()
-SAMPLE = ["layers/Conv2D", "layers/GroupQueryAttention", "keras_hub/BertBackbone", "keras_hub/GPT2Backbone"]
+SAMPLE = ["layers/Conv2D", "layers/GroupQueryAttention", "keras_hub/BertBackbone"]
 
 
 def check(one: case.Case) -> None:

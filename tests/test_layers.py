@@ -136,9 +136,18 @@ def test_the_states_did_change(float64):
     assert float(layer.calls) == 6 and float(layer.total) == 6
 
 
-@pytest.mark.parametrize("cell", [layers.LSTM, layers.GRU, layers.SimpleRNN])
-@pytest.mark.parametrize("padding", ["right", "left"])
-def test_masked_bidirectional_sequences(cell, padding, float64):
+@pytest.mark.parametrize(
+    ("padding", "cell"),
+    [
+        ("right", layers.LSTM),
+        ("left", layers.GRU),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [("left", layers.LSTM), ("right", layers.GRU), ("left", layers.SimpleRNN), ("right", layers.SimpleRNN)]
+        ),
+    ],
+)
+def test_masked_bidirectional_sequences(padding, cell, float64):
     """Keras' own unrolled recurrence applies the mask of the forward direction to the backward outputs."""
     ids = np.zeros((16, 5), "int32")
     for row, length in enumerate([1, 2, 3, 5] * 4):

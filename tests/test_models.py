@@ -61,18 +61,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_trains_as_on_one_device(name, float64):
-    build, x, y = MODELS[name]
-    loss = LOSSES[name](from_logits=True)
-    parity.assert_parity(
-        lambda: parity.compiled(build(), loss=loss),
-        lambda m: m.fit(x, y, batch_size=4, epochs=1, verbose=0, shuffle=False),
-        layouts=LAYOUTS,
-    )
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_trains_with_automatic_layouts_as_on_one_device(name, float64):
+def test_trains_with_rules_and_with_automatic_layouts_as_on_one_device(name, float64):
     build, x, y = MODELS[name]
 
     def train(strategy):
@@ -83,10 +72,11 @@ def test_trains_with_automatic_layouts_as_on_one_device(name, float64):
             lambda m: m.fit(x, y, batch_size=4, epochs=1, verbose=0, shuffle=False),
         )
 
-    strategy = tfpar.HybridStrategy("data=2,model=2")
-    one, many = train(None), train(strategy)
-    parity.assert_close((one.weights, one.slots, one.history), (many.weights, many.slots, many.history))
-    assert any("model" in row.layout for row in strategy.describe(many.model))
+    one = train(None)
+    for strategy in (parity.strategy_for("data=2,model=2", LAYOUTS), tfpar.HybridStrategy("data=2,model=2")):
+        many = train(strategy)
+        parity.assert_close((one.weights, one.slots, one.history), (many.weights, many.slots, many.history))
+        assert any("model" in row.layout for row in strategy.describe(many.model))
 
 
 @pytest.mark.parametrize("name", MODELS)

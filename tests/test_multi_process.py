@@ -44,7 +44,7 @@ PROGRAM = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["data=2,model=2", "model=2,data=2"])
+@pytest.mark.parametrize("mesh", ["model=2,data=2", pytest.param("data=2,model=2", marks=pytest.mark.long)])
 def test_two_processes(mesh, float64):
     layouts = {r".*up/kernel": (None, "model"), r".*up/bias": ("model",), r".*down/kernel": ("model", None)}
     program = PROGRAM.replace("MESH", repr(mesh)).replace("LAYOUTS", repr(layouts))

@@ -9,7 +9,7 @@ import servers
 
 import tfpar
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("servers")]
 
 TWO_PARTS = "tf.distribute.experimental.partitioners.FixedShardsPartitioner(2)"
 MODEL = f"""
@@ -225,7 +225,8 @@ def test_only_touched_rows_and_gradients_travel(cluster):
     assert lines[2].count("IndexedSlices") == 2
 
 
-def test_fit_takes_what_users_give_it(cluster):
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.long)])
+def test_fit_takes_what_users_give_it(cluster, mode):
     program = """
     def fresh(**compile):
         keras.utils.set_random_seed(0)
@@ -295,8 +296,7 @@ def test_fit_takes_what_users_give_it(cluster):
     count(9, x, y, batch_size=8)
     print(strategy.mode.name, "ok")
     """
-    for mode in ("async", "sync"):
-        assert servers.run(MODEL + servers.textwrap.dedent(program), cluster.tf_config, MODE=mode).endswith(f"{mode} ok\n")
+    assert servers.run(MODEL + servers.textwrap.dedent(program), cluster.tf_config, MODE=mode).endswith(f"{mode} ok\n")
 
 
 def test_models_come_back_on_other_servers_and_on_one_device(cluster, tmp_path):

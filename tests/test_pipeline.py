@@ -82,7 +82,14 @@ def fit_one_shape(model: keras.Model):
     return model.fit(X[:8], Y[:8], batch_size=8, epochs=5, verbose=0)
 
 
-@pytest.mark.parametrize("mesh", ["pipe=2", "pipe=4", "pipe=2,data=2", "pipe=2,model=2", "pipe=2,data=2,model=2"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "pipe=4",
+        "pipe=2,data=2,model=2",
+        *(pytest.param(mesh, marks=pytest.mark.long) for mesh in ("pipe=2", "pipe=2,data=2", "pipe=2,model=2")),
+    ],
+)
 def test_every_schedule_on_every_mesh(mesh):
     depth = 8 if mesh == "pipe=4" else 4
     one = train(None, lambda: deep(depth), fit_one_shape)
@@ -251,7 +258,10 @@ def test_a_model_with_a_fixed_batch():
 # Losses, metrics, state
 
 
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum", "mean_with_sample_weight"])
+@pytest.mark.parametrize(
+    "reduction",
+    ["mean_with_sample_weight", *(pytest.param(name, marks=pytest.mark.long) for name in ("sum_over_batch_size", "sum"))],
+)
 def test_losses_over_masks_and_weights(reduction):
     """Sequences of different lengths, so that micro-batches count differently; two outputs; l2, activity and clipping."""
     rng = np.random.RandomState(0)
