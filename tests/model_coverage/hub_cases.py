@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import keras
 import keras_hub
 
-from model_coverage.case import Case, NotComparable
+from model_coverage.case import Case, NotComparable, random_inputs
 from model_coverage.hub_composed import COMPOSED, READY
-from model_coverage.hub_sizes import LENGTH, LENGTHS, OPTIONAL, OWN, SIZES
+from model_coverage.hub_sizes import BELOW, LENGTH, LENGTHS, OPTIONAL, OWN, SIZES
 
 ABSTRACT = {"Backbone", "FeaturePyramidBackbone"}
 TASKS = ("TextClassifier", "ImageClassifier", "CausalLM", "Seq2SeqLM", "MaskedLM", "ImageSegmenter", "ImageToImage")
@@ -80,6 +81,15 @@ def sized(name: str, tensor: keras.KerasTensor) -> keras.KerasTensor:
     return keras.Input(whole, dtype=tensor.dtype, name=tensor.name)
 
 
+def inputs(name: str, model: keras.Model) -> Any:
+    """Arrays for the model's inputs."""
+    arrays = random_inputs(model, Case.ids)
+    for (owner, key), limit in BELOW.items():
+        if owner == name:
+            arrays[key] %= limit
+    return arrays
+
+
 def case(name: str) -> Case:
     """The case of a backbone."""
-    return Case(lambda: build(name))
+    return Case(lambda: build(name), lambda model: inputs(name, model))

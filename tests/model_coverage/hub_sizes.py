@@ -53,6 +53,8 @@ LENGTHS = {
     ("Gemma3nBackbone", "input_features"): {0: 1, 1: 16},
     ("Gemma3nBackbone", "input_features_mask"): {0: 1, 1: 16},
 }
+# Integers that are below less than the other token ids.
+BELOW = {("SAM3PromptableConceptBackbone", "box_labels"): 2}
 
 
 RESNET = {
