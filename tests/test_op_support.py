@@ -56,6 +56,9 @@ OPERATIONS = {
         keras.ops.depthwise_conv(tf.reshape(x, (4, 4, 2)), KERNEL[:, 0, :, :2].reshape(2, 2, 1), 1, "same")
     ),
     "slice of rows": lambda x: split_last(tf.slice(x, [2, 0], [4, -1]))[None],
+    "slice from a computed place": lambda x: tf.reshape(
+        keras.ops.slice(x, (keras.ops.cast(keras.ops.floor_divide(5, 2), "int32"), 0), (4, 4)), (2, 8)
+    ),
     "einsum of all dims": lambda x: tf.einsum("...a,ab->...b", tf.reshape(x, (4, 2, 4)), MATRIX),
     "einsum of first dims": lambda x: tf.einsum("a...,ab->b...", tf.transpose(x), MATRIX),
     "rfft": lambda x: tf.abs(tf.signal.rfft(x, [6])),

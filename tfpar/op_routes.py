@@ -124,10 +124,16 @@ def static_slice(dynamic: Callable) -> Callable:
     """`tf.slice`, whose result has no known size in TensorFlow's partitioning, also where the size is known."""
 
     def static(input, begin, size, name=None):
-        first, number = (tf.get_static_value(tf.convert_to_tensor(value)) for value in (begin, size))
+        begin, size = tf.convert_to_tensor(begin), tf.convert_to_tensor(size)
+        first, number = tf.get_static_value(begin), tf.get_static_value(size)
+        input = tf.convert_to_tensor(input)
+        if first is None and number is not None and input.shape.is_fully_defined() and min(number, default=-1) >= 0:
+            for dim, taken in enumerate(number):  # a computed begin, such as a sum of sizes: rows from there on
+                if taken != input.shape[dim]:
+                    input = tf.gather(input, begin[dim] + tf.range(taken, dtype=begin[dim].dtype), axis=dim)
+            return input
         if first is None or number is None:
             return dynamic(input, begin, size, name=name)
-        input = tf.convert_to_tensor(input)
         ends = [a + n if n >= 0 else whole for a, n, whole in zip(first, number, input.shape)]
         return tf.strided_slice(input, first, ends, name=name)
 
