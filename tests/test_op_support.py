@@ -57,7 +57,8 @@ OPERATIONS = {
     ),
     "slice of rows": lambda x: split_last(tf.slice(x, [2, 0], [4, -1]))[None],
     "slice from a computed place": lambda x: tf.reshape(
-        keras.ops.slice(x, (keras.ops.cast(keras.ops.floor_divide(5, 2), "int32"), 0), (4, 4)), (2, 8)
+        keras.ops.slice(tf.reshape(x, (4, 2, 4)), (0, 0, keras.ops.cumsum(keras.ops.array([1, 1]))[1]), (4, 2, 2)),
+        (4, 2, 2, 1),
     ),
     "einsum of all dims": lambda x: tf.einsum("...a,ab->...b", tf.reshape(x, (4, 2, 4)), MATRIX),
     "einsum of first dims": lambda x: tf.einsum("a...,ab->b...", tf.transpose(x), MATRIX),
