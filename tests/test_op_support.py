@@ -33,6 +33,9 @@ OPERATIONS = {
     "reversed columns": lambda x: x[:, ::-1],
     "scatter_nd": lambda x: tf.scatter_nd(tf.constant(LABELS[:, None], tf.int64), x, [6, 4]),
     "gather_nd": lambda x: tf.gather_nd(x, [[0], [5]]),
+    "gather in two batch dims": lambda x: tf.gather(tf.reshape(x, (4, 2, 4)), PICKS, batch_dims=2),
+    "gather of a later dim": lambda x: tf.gather(tf.reshape(x, (4, 2, 2, 2)), PICKS[:, 0] % 2, axis=3, batch_dims=1),
+    "gather in all but the last dim": lambda x: tf.gather(x, PICKS[:, 0].repeat(2, 0), batch_dims=-1),
     "cumprod": lambda x: tf.math.cumprod(x, 1),
     "softsign": lambda x: tf.nn.softsign(x),
     "stack": lambda x: moved(tf.stack([x, x**2, x**3])[None]),
@@ -53,6 +56,10 @@ OPERATIONS = {
         keras.ops.depthwise_conv(tf.reshape(x, (4, 4, 2)), KERNEL[:, 0, :, :2].reshape(2, 2, 1), 1, "same")
     ),
     "slice of rows": lambda x: split_last(tf.slice(x, [2, 0], [4, -1]))[None],
+    "slice from a computed place": lambda x: tf.reshape(
+        keras.ops.slice(tf.reshape(x, (4, 2, 4)), (0, 0, keras.ops.cumsum(keras.ops.array([1, 1]))[1]), (4, 2, 2)),
+        (4, 2, 2, 1),
+    ),
     "einsum of all dims": lambda x: tf.einsum("...a,ab->...b", tf.reshape(x, (4, 2, 4)), MATRIX),
     "einsum of first dims": lambda x: tf.einsum("a...,ab->b...", tf.transpose(x), MATRIX),
     "rfft": lambda x: tf.abs(tf.signal.rfft(x, [6])),
@@ -78,7 +85,7 @@ OPERATIONS = {
     "cholesky": lambda x: tf.linalg.cholesky(0.1 * tf.reshape(x, (8, 2, 2)) + 3 * np.eye(2)),
 }
 KERNEL, KERNEL4, MIX = RNG.randn(2, 2, 1, 3), RNG.randn(1, 1, 4, 4), RNG.randn(2, 4)
-MATRIX = RNG.randn(4, 4)
+MATRIX, PICKS = RNG.randn(4, 4), RNG.randint(0, 4, (4, 2, 3))
 LAYOUTS = {"batch": ("data", None), "columns": (None, "model"), "both": ("data", "model")}
 
 

@@ -115,8 +115,9 @@ class DimGroups:
 
     def join(self, *dims: tuple[tf.Tensor, int]) -> Group:
         """Makes one group of the groups of several dims."""
-        first, *rest = (self.of(tensor, dim) for tensor, dim in dims)
-        for group in rest:
+        first = self.of(*dims[0])
+        for tensor, dim in dims[1:]:
+            group = self.of(tensor, dim)  # after the one before has joined: both may have been in one group
             if group is not first:
                 first.absorb(group)
                 for key in group.dims:

@@ -5,6 +5,7 @@ Each wrapper takes the function and returns one with the same arguments; `op_sup
 
 from __future__ import annotations
 
+import functools
 import string
 from collections.abc import Callable, Sequence
 
@@ -123,10 +124,16 @@ def static_slice(dynamic: Callable) -> Callable:
     """`tf.slice`, whose result has no known size in TensorFlow's partitioning, also where the size is known."""
 
     def static(input, begin, size, name=None):
-        first, number = (tf.get_static_value(tf.convert_to_tensor(value)) for value in (begin, size))
+        begin, size = tf.convert_to_tensor(begin), tf.convert_to_tensor(size)
+        first, number = tf.get_static_value(begin), tf.get_static_value(size)
+        input = tf.convert_to_tensor(input)
+        if first is None and number is not None and input.shape.is_fully_defined() and min(number, default=-1) >= 0:
+            for dim, taken in enumerate(number):  # a computed begin, such as a sum of sizes: rows from there on
+                if taken != input.shape[dim]:
+                    input = tf.gather(input, begin[dim] + tf.range(taken, dtype=begin[dim].dtype), axis=dim)
+            return input
         if first is None or number is None:
             return dynamic(input, begin, size, name=name)
-        input = tf.convert_to_tensor(input)
         ends = [a + n if n >= 0 else whole for a, n, whole in zip(first, number, input.shape)]
         return tf.strided_slice(input, first, ends, name=name)
 
@@ -163,7 +170,7 @@ def transpose(transpose: Callable) -> Callable:
 
 def lookup(gather: Callable) -> Callable:
     """The gradient of looked-up rows is dense, before anything (clipping, loss scale) sees it. Rows that are split would be
-    gathered, the whole table on each device.
+    gathered, the whole table on each device. Rows of each example of a batch: see `_rows_of_batches`.
     """
 
     def dense(params, indices, axis, batch_dims=0, **kwargs):
@@ -171,10 +178,41 @@ def lookup(gather: Callable) -> Callable:
         parts = variables.parts_of_rows(params)
         if parts > 1 and batch_dims == 0 and tf.get_static_value(axis) == 0 and indices.shape.is_fully_defined():
             return vocabulary.lookup(params, indices, parts)
+        batch_dims += indices.shape.rank if batch_dims < 0 else 0  # TensorFlow partitions no negative number
+        whole = params.shape.is_fully_defined() and indices.shape.is_fully_defined()
+        if batch_dims and whole and params.dtype.is_floating and tf.get_static_value(axis) is not None:
+            dim = int(tf.get_static_value(axis)) % params.shape.rank
+            take = functools.partial(gather, indices=indices, axis=dim, batch_dims=batch_dims, **kwargs)
+            return _rows_of_batches(take, params, indices, dim, batch_dims)
         params = variables.dense_gradient(params) if params.dtype.is_floating else params
         return gather(params, indices, axis, batch_dims=batch_dims, **kwargs)
 
     return dense
+
+
+def _rows_of_batches(take: Callable, params: tf.Tensor, indices: tf.Tensor, axis: int, batch_dims: int) -> tf.Tensor:
+    """A gather with `batch_dims`. TensorFlow's gradient asks for sizes when the step runs, which DTensor refuses from two
+    batch dims on; here they are known.
+    """
+    sizes, positions = list(params.shape), list(indices.shape[batch_dims:])
+    batch, between, behind = sizes[:batch_dims], sizes[batch_dims:axis], sizes[axis + 1 :]
+    batches, rows = int(np.prod(batch)), sizes[axis]
+
+    def gradient(upstream):
+        dims = list(range(upstream.shape.rank))
+        found = dims[axis : axis + len(positions)]  # moved behind the batch dims, where one sum over rows is enough
+        order = dims[:batch_dims] + found + dims[batch_dims:axis] + dims[axis + len(positions) :]
+        values = upstream if order == dims else tf.transpose(upstream, order)
+        firsts = tf.constant(np.arange(batches)[:, None] * rows, indices.dtype)
+        numbers = tf.reshape(tf.reshape(indices, [batches, -1]) + firsts, [-1])
+        values = tf.reshape(values, [numbers.shape[0], *between, *behind])
+        sums = tf.math.unsorted_segment_sum(values, numbers, batches * rows)
+        sums = tf.reshape(sums, [*batch, rows, *between, *behind])
+        dims = list(range(len(sizes)))
+        order = dims[:batch_dims] + dims[batch_dims + 1 : axis + 1] + [batch_dims] + dims[axis + 1 :]
+        return sums if order == dims else tf.transpose(sums, order)
+
+    return tf.custom_gradient(lambda value: (take(value), gradient))(params)
 
 
 def einsum(einsum: Callable) -> Callable:

@@ -4,6 +4,8 @@ run.py           which cases there are, and one process after another that runs 
 case.py          one case: train on one device and on meshes, and compare
 layer_cases.py   arguments and inputs of the layers of keras.layers
 application_cases.py   the models of keras.applications
-hub_cases.py     tiny sizes of the backbones of keras_hub
+hub_cases.py     the backbones of keras_hub, each with a task's head
+hub_sizes.py     their tiny sizes
+hub_composed.py  the same for those that are made from other models
 page.py          docs/coverage.md
 """

@@ -18,7 +18,7 @@ counts the weights that the axis `model` splits by the layouts that a `HybridStr
 replicated. Everything else is a line with its cause.
 
 A layer stands between two `Dense` layers. A backbone has the tiny sizes of
-[hub_cases.py](../tests/model_coverage/hub_cases.py) and its task's head if it has one. A model of `keras.applications` has
+[hub_sizes.py](../tests/model_coverage/hub_sizes.py) and its task's head if it has one. A model of `keras.applications` has
 the smallest images that it takes and four classes.
 
 {versions}, on logical CPU devices; GPU and TPU: not yet run. Sentences of failures are TensorFlow's or Keras' own, cut
