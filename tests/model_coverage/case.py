@@ -35,11 +35,13 @@ class Case:
         inputs: (rows, ...) arrays for `fit`, or a function of the model that makes them; None: numbers, or ids below
             `ids`, for the model's inputs.
         ids: token ids are below this.
+        rate: Adam's learning rate.
     """
 
     build: Callable[[], keras.Model]
     inputs: Any = None
     ids: int = 8
+    rate: float = 1e-3
 
 
 class NotComparable(Exception):
@@ -107,7 +109,7 @@ def train(
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = case.build()
         no_dropout(model)
-        model.compile(keras.optimizers.Adam(1e-3), mean_square, jit_compile=False)
+        model.compile(keras.optimizers.Adam(case.rate), mean_square, jit_compile=False)
     if not model.trainable_weights:
         raise NotComparable("no trainable weights")
     x = case.inputs(model) if callable(case.inputs) else case.inputs
