@@ -15,10 +15,10 @@ demo: $(VENV)/.core ## Train a small GPT on a mesh of four CPU devices and on on
 	@TF_CPP_MIN_LOG_LEVEL=3 $(PYTHON) -m tfpar.demo $(FLAGS)
 
 test: $(VENV)/.test ## Run the tests, without those marked long
-	TF_CPP_MIN_LOG_LEVEL=3 $(PYTHON) -m pytest -q -n auto --dist loadgroup
+	TF_CPP_MIN_LOG_LEVEL=3 $(PYTHON) -m pytest -q -n auto
 
 long: $(VENV)/.test ## Run the tests marked long, and kill each kind of process five times
-	TF_CPP_MIN_LOG_LEVEL=3 TFPAR_REPETITIONS=5 $(PYTHON) -m pytest -q -n auto --dist loadgroup -m long
+	TF_CPP_MIN_LOG_LEVEL=3 TFPAR_REPETITIONS=5 $(PYTHON) -m pytest -q -n auto -m long
 	TF_CPP_MIN_LOG_LEVEL=3 TFPAR_REPETITIONS=5 $(PYTHON) -m pytest -q tests/test_parameter_server_failures.py -m "not long"
 
 lint: $(VENV)/.lint ## Check style and format

@@ -7,10 +7,18 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 import keras
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 import tfpar
 
 tfpar.use_logical_cpus(8)
+
+
+class OneForServers(LoadScopeScheduling):
+    """Takes tests one by one to the next free worker, those on parameter servers together."""
+
+    def _split_scope(self, nodeid):
+        return "servers" if "test_parameter_server" in nodeid else nodeid
 
 
 @pytest.fixture(autouse=True)
@@ -30,3 +38,8 @@ def float64():
     """Parity is measured in float64, where rounding is far below any mistake."""
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """Tests on parameter servers run on one worker: they share clusters, and those of two at once would share two cores."""
+    return OneForServers(config, log)

@@ -9,7 +9,7 @@ import servers
 
 import tfpar
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("servers")]
+pytestmark = pytest.mark.slow
 
 TWO_PARTS = "tf.distribute.experimental.partitioners.FixedShardsPartitioner(2)"
 MODEL = f"""

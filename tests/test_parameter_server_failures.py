@@ -10,7 +10,7 @@ import servers
 
 import tfpar
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("servers")]
+pytestmark = pytest.mark.slow
 
 REPETITIONS = int(os.environ.get("TFPAR_REPETITIONS", 1))
 TRAIN = """
