@@ -127,15 +127,15 @@ def static_slice(dynamic: Callable) -> Callable:
         begin, size = tf.convert_to_tensor(begin), tf.convert_to_tensor(size)
         first, number = tf.get_static_value(begin), tf.get_static_value(size)
         input = tf.convert_to_tensor(input)
-        if first is None and number is not None and input.shape.is_fully_defined() and min(number, default=-1) >= 0:
+        if first is not None and number is not None:
+            ends = [a + n if n >= 0 else whole for a, n, whole in zip(first, number, input.shape)]
+            return tf.strided_slice(input, first, ends, name=name)
+        if number is not None and input.shape.is_fully_defined() and min(number, default=-1) >= 0:
             for dim, taken in enumerate(number):  # a computed begin, such as a sum of sizes: rows from there on
                 if taken != input.shape[dim]:
                     input = tf.gather(input, begin[dim] + tf.range(taken, dtype=begin[dim].dtype), axis=dim)
             return input
-        if first is None or number is None:
-            return dynamic(input, begin, size, name=name)
-        ends = [a + n if n >= 0 else whole for a, n, whole in zip(first, number, input.shape)]
-        return tf.strided_slice(input, first, ends, name=name)
+        return dynamic(input, begin, size, name=name)
 
     return static
 
@@ -175,13 +175,13 @@ def lookup(gather: Callable) -> Callable:
 
     def dense(params, indices, axis, batch_dims=0, **kwargs):
         params, indices = tf.convert_to_tensor(params), tf.convert_to_tensor(indices)
-        parts = variables.parts_of_rows(params)
-        if parts > 1 and batch_dims == 0 and tf.get_static_value(axis) == 0 and indices.shape.is_fully_defined():
+        parts, dim = variables.parts_of_rows(params), tf.get_static_value(axis)
+        if parts > 1 and batch_dims == 0 and dim == 0 and indices.shape.is_fully_defined():
             return vocabulary.lookup(params, indices, parts)
         batch_dims += indices.shape.rank if batch_dims < 0 else 0  # TensorFlow partitions no negative number
         whole = params.shape.is_fully_defined() and indices.shape.is_fully_defined()
-        if batch_dims and whole and params.dtype.is_floating and tf.get_static_value(axis) is not None:
-            dim = int(tf.get_static_value(axis)) % params.shape.rank
+        if batch_dims and whole and params.dtype.is_floating and dim is not None:
+            dim = int(dim) % params.shape.rank
             take = functools.partial(gather, indices=indices, axis=dim, batch_dims=batch_dims, **kwargs)
             return _rows_of_batches(take, params, indices, dim, batch_dims)
         params = variables.dense_gradient(params) if params.dtype.is_floating else params
