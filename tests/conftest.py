@@ -40,6 +40,7 @@ def float64():
     keras.config.set_dtype_policy("float64")
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Tests on parameter servers run on one worker: they share clusters, and those of two at once would share two cores."""
     return OneForServers(config, log)

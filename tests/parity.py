@@ -110,6 +110,12 @@ def assert_parity(
     """Weights, slots, logs and `check`'s numbers on a mesh equal those on one device; the weights did move."""
     one = train(None, build, fit, check)
     many = train(strategy_for(mesh, layouts), build, fit, check)
+    assert_alike(one, many, atol, slots)
+    return one, many
+
+
+def assert_alike(one: Trained, many: Trained, atol: float = ATOL, slots: bool = True) -> None:
+    """All numbers of two training runs are equal, and those of the first are finite."""
     assert list(one.weights) == list(many.weights)
     for path in one.weights:
         assert_close(one.weights[path], many.weights[path], atol, path)
@@ -118,7 +124,6 @@ def assert_parity(
     assert_close(one.history, many.history, atol, "history")
     assert_close(one.checked, many.checked, atol, "check")
     assert all(np.all(np.isfinite(w)) for w in one.weights.values())
-    return one, many
 
 
 def mlp(width: int = 8, outputs: int = 1, **layer) -> keras.Model:

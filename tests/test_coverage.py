@@ -11,6 +11,7 @@ from model_coverage import case, page, run
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "coverage.md").read_text()
 SAMPLE = ["layers/Conv2D", "layers/GroupQueryAttention", "keras_hub/BertBackbone"]
+MORE = ["keras_hub/GPT2Backbone"]
 
 
 def check(one: case.Case) -> None:
@@ -21,7 +22,7 @@ def check(one: case.Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", [*SAMPLE, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
 def test_class(name):
     check(run.case_of(name))
 

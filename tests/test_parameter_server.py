@@ -299,7 +299,9 @@ def test_fit_takes_what_users_give_it(cluster, mode):
     assert servers.run(MODEL + servers.textwrap.dedent(program), cluster.tf_config, MODE=mode).endswith(f"{mode} ok\n")
 
 
-def test_models_come_back_on_other_servers_and_on_one_device(cluster, tmp_path):
+@pytest.mark.parametrize("where", ["elsewhere", pytest.param("on the same servers", marks=pytest.mark.long)])
+def test_models_come_back(cluster, tmp_path, where):
+    """With the same bits, on one device and on another number of servers, or where they were saved."""
     save = f"""
     build = tables(lambda: keras.optimizers.Adam(0.01, use_ema=True))
     with strategy.scope():
@@ -335,6 +337,9 @@ def test_models_come_back_on_other_servers_and_on_one_device(cluster, tmp_path):
     """
     save, load = servers.textwrap.dedent(save), servers.textwrap.dedent(load)
     servers.run(MODEL + save, cluster.tf_config)
+    if where == "on the same servers":
+        servers.run(MODEL.partition("rng =")[0] + "scope = strategy.scope\n" + _data() + load, cluster.tf_config)
+        return
     one_device = "scope = contextlib.nullcontext\n" + _data() + load
     servers.run(one_device)
     with tfpar.local_cluster(workers=1, ps=1, threads=1) as other:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from parity import assert_close, compiled, mlp, regression, train
+from parity import assert_alike, assert_close, compiled, mlp, regression, train
 from tensorflow.experimental import dtensor
 
 import tfpar
@@ -30,12 +30,7 @@ def pipeline(mesh: str = "pipe=2", microbatches: int = 2, **options) -> tfpar.Hy
 def assert_equal(build, fit, strategy, check=lambda model: None, atol=1e-9):
     """Weights, slots, logs and what `check` gives are those of one device; returns both."""
     one, many = train(None, build, fit, check), train(strategy, build, fit, check)
-    assert list(one.weights) == list(many.weights)
-    for path in one.weights:
-        assert_close(one.weights[path], many.weights[path], atol, path)
-    assert_close(one.slots, many.slots, atol, "optimizer")
-    assert_close(one.history, many.history, atol, "history")
-    assert_close(one.checked, many.checked, atol, "check")
+    assert_alike(one, many, atol)
     assert any(np.abs(w).max() > 0 for w in many.weights.values())
     return one, many
 
