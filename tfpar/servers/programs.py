@@ -201,9 +201,8 @@ def _pieces(value: Any, variable: ServerVariable) -> list[Any]:
         elif homes.is_split:
             piece = value[homes.rows(part)]
         with tf.device(device):
-            if isinstance(piece, tf.IndexedSlices):
-                shape = [last - first if homes.is_split else variable.shape[0], *variable.shape[1:]]
-                piece = tf.IndexedSlices(tf.identity(piece.values), tf.identity(piece.indices), tf.constant(shape, tf.int64))
+            if isinstance(piece, tf.IndexedSlices):  # without its shape, which eager code would fetch again and again
+                piece = tf.IndexedSlices(tf.identity(piece.values), tf.identity(piece.indices))
             else:
                 piece = tf.identity(piece)
         pieces.append(piece)

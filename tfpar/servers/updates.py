@@ -73,7 +73,8 @@ def update_function(model: keras.Model, signature: Signature, results: Sequence[
         found = tf.nest.pack_sequence_as(form, list(flat), expand_composites=True)
         with strategy.scope(), ServersContext(strategy):
             for call, (optimizer, variables, has) in enumerate(signature.updates):
-                pieces = [_added([of["gradients"][call][i] for of in found]) for i in range(sum(has))]
+                updated = [compat.native(variable) for variable, has_gradient in zip(variables, has) if has_gradient]
+                pieces = [_added(v, [of["gradients"][call][i] for of in found]) for i, v in enumerate(updated)]
                 _apply(strategy, optimizer, variables, has, pieces)
             for i, (variable, adds) in enumerate(zip(signature.changed, signature.adds)):
                 _change(variable, adds, [of["changes"][i] for of in found])
@@ -97,7 +98,7 @@ def _relaxed(result: dict[str, Any]) -> dict[str, Any]:
     def spec(value: Any) -> Any:
         if isinstance(value, tf.IndexedSlices):
             whole = [None, *value.values.shape[1:]]
-            return tf.IndexedSlicesSpec(whole, value.values.dtype, value.indices.dtype, tf.int64, [None])
+            return tf.IndexedSlicesSpec(whole, value.values.dtype, value.indices.dtype, None, [None])
         return tf.TensorSpec(value.shape, value.dtype)
 
     return tf.nest.map_structure(spec, {key: result[key] for key in _TAKEN})
@@ -106,19 +107,20 @@ def _relaxed(result: dict[str, Any]) -> dict[str, Any]:
 _TAKEN = ("gradients", "changes", "metrics")
 
 
-def _added(pieces: Sequence[list[Any]]) -> list[Any]:
+def _added(variable: ServerVariable, pieces: Sequence[list[Any]]) -> list[Any]:
     """The sum over workers of a gradient's pieces, each on its server."""
-    return [_sum(parts) for parts in zip(*pieces)]
+    return [_sum(found, variable, part) for part, found in enumerate(zip(*pieces))]
 
 
-def _sum(parts: Sequence[Any]) -> Any:
-    if len(parts) == 1:
-        return parts[0]
-    with tf.device((parts[0].values if isinstance(parts[0], tf.IndexedSlices) else parts[0]).device):
-        if isinstance(parts[0], tf.IndexedSlices):  # rows that repeat stay apart, as in a batch of one device
-            values, indices = tf.concat([p.values for p in parts], 0), tf.concat([p.indices for p in parts], 0)
-            return tf.IndexedSlices(values, indices, parts[0].dense_shape)
-        return tf.add_n(list(parts))
+def _sum(found: Sequence[Any], variable: ServerVariable, part: int) -> Any:
+    if not isinstance(found[0], tf.IndexedSlices):
+        with tf.device(found[0].device):
+            return found[0] if len(found) == 1 else tf.add_n(list(found))
+    with tf.device(found[0].values.device):  # rows that repeat stay apart, as in a batch of one device
+        shape = tf.constant(variable.parts[part].shape.as_list(), tf.int64)
+        if len(found) == 1:
+            return tf.IndexedSlices(found[0].values, found[0].indices, shape)
+        return tf.IndexedSlices(tf.concat([f.values for f in found], 0), tf.concat([f.indices for f in found], 0), shape)
 
 
 def _apply(strategy: Any, optimizer: Any, variables: Sequence[keras.Variable], has: Sequence[bool], pieces: list) -> None:
