@@ -72,7 +72,7 @@ OPTIMIZERS = {
 }
 
 
-QUICK = ["adam", "adagrad", "accumulation", "muon"]
+QUICK = ["adam", "adagrad", "accumulation", "adafactor", "muon"]
 
 
 @pytest.mark.parametrize("names", [QUICK, pytest.param([n for n in OPTIMIZERS if n not in QUICK], marks=pytest.mark.long)])

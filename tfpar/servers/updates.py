@@ -75,7 +75,7 @@ def update_function(model: keras.Model, signature: Signature, results: Sequence[
             for call, (optimizer, variables, has) in enumerate(signature.updates):
                 updated = [compat.native(variable) for variable, has_gradient in zip(variables, has) if has_gradient]
                 pieces = [_added(v, [of["gradients"][call][i] for of in found]) for i, v in enumerate(updated)]
-                _apply(strategy, optimizer, variables, has, pieces)
+                _apply(optimizer, variables, has, pieces)
             for i, (variable, adds) in enumerate(zip(signature.changed, signature.adds)):
                 _change(variable, adds, [of["changes"][i] for of in found])
             for of in found:
@@ -123,7 +123,7 @@ def _sum(found: Sequence[Any], variable: ServerVariable, part: int) -> Any:
         return tf.IndexedSlices(tf.concat([f.values for f in found], 0), tf.concat([f.indices for f in found], 0), shape)
 
 
-def _apply(strategy: Any, optimizer: Any, variables: Sequence[keras.Variable], has: Sequence[bool], pieces: list) -> None:
+def _apply(optimizer: Any, variables: Sequence[keras.Variable], has: Sequence[bool], pieces: list) -> None:
     groups = _groups(optimizer, variables, has, pieces)
     parts = steps.inner_optimizers(optimizer)
     clips = [part for part in parts if getattr(part, "clipnorm", None) or getattr(part, "global_clipnorm", None)]
@@ -139,7 +139,7 @@ def _apply(strategy: Any, optimizer: Any, variables: Sequence[keras.Variable], h
 
             with steps.narrowed(optimizer, group.variables, clip, lambda _: finite, clips_each=True):
                 optimizer.apply(group.gradients, group.variables)
-    _spread_scalars(strategy, parts, groups)
+    _spread_copies(groups)
 
 
 def _groups(optimizer: Any, variables: Sequence[keras.Variable], has: Sequence[bool], pieces: list) -> list[Group]:
@@ -217,22 +217,17 @@ def _values(gradient: Any) -> tf.Tensor:
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
-def _spread_scalars(strategy: Any, parts: list[Any], groups: list[Group]) -> None:
-    """Copies an optimizer's scalars to the servers that updated none of its weights."""
-    for part in parts:
-        own = {id(variable) for variable in steps.weights_of(part)}
-        with_own = [g.device for g in groups if any(id(v) in own for v in g.variables)]
-        state = [*steps.own_state(part), *(v for v in vars(part).values() if isinstance(v, keras.Variable))]
-        for native in {id(v): compat.native(v) for v in state}.values() if with_own else ():
-            if native.homes.bounds is not None:
-                continue
-            copies = dict(zip(native.homes.devices, native.parts))
-            with tf.device(with_own[0]):
-                value = copies[with_own[0]].read_value()
-            for device, copy in copies.items():
-                if device not in with_own:
-                    with tf.device(device):
-                        copy.assign(value, read_value=False)
+def _spread_copies(groups: list[Group]) -> None:
+    """Copies what an optimizer keeps on every server, such as its iterations, to the servers that did not change it."""
+    for native in {key: variable for group in groups for key, variable in group.view.changed.items()}.values():
+        copies = dict(zip(native.homes.devices, native.parts))
+        fresh = [group.device for group in groups if id(native) in group.view.changed]
+        with tf.device(fresh[0]):
+            value = copies[fresh[0]].read_value()
+        for device, copy in copies.items():
+            if device not in fresh:
+                with tf.device(device):
+                    copy.assign(value, read_value=False)
 
 
 def _change(variable: ServerVariable, adds: bool, pieces: Sequence[list[tf.Tensor]]) -> None:

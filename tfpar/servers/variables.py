@@ -139,7 +139,7 @@ class ServerVariable(servers.BaseResourceVariable):
         value = tf.cast(tf.convert_to_tensor(value, dtype_hint=self.dtype), self.dtype)
         if isinstance(view, views.WorkerStep):
             view.assign(self, value)
-        elif isinstance(view, views.UpdateView) and (local := view.local(self)) is not None:
+        elif isinstance(view, views.UpdateView) and (local := view.write(self)) is not None:
             local.assign(value, read_value=False)
         else:
             if not value.shape.is_compatible_with(self.shape):
@@ -191,7 +191,7 @@ def _scatter(kind: str) -> Callable:
     def method(self, sparse_delta: tf.IndexedSlices, use_locking: bool = False, name: str | None = None):
         del use_locking, name
         view = views.current()
-        local = view.local(self) if isinstance(view, views.UpdateView) else None
+        local = view.write(self) if isinstance(view, views.UpdateView) else None
         if local is not None:
             getattr(local, f"scatter_{kind}")(sparse_delta)
             return self

@@ -172,10 +172,18 @@ class UpdateView(_View):
         device: the server.
         parts: by the id of a variable, the number of the part that is meant; slots go with their variable. A split
             variable that is not in it is read whole, and assigned to all its servers.
+        changed: the variables with a copy on each server of which this one's was changed.
     """
 
     device: str
     parts: Mapping[int, int]
+    changed: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+    def write(self, variable: Any) -> tf.Variable | None:
+        """As `local`, for a change of the variable."""
+        if variable.homes.bounds is None:
+            self.changed[id(variable)] = variable
+        return self.local(variable)
 
     def local(self, variable: Any) -> tf.Variable | None:
         """The resource of a variable that is meant, None for all of them."""
