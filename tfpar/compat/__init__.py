@@ -22,6 +22,10 @@ os.environ["DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION"] = "0"
 # wrong places where both dims follow the first and the tensor has four dims or more. Without it: a gather and a slice.
 os.environ["DTENSOR_USE_ALL_TO_ALL_RELAYOUT"] = "0"
 
+# DTensor carries layouts from operation to operation in at most so many rounds, 500 by default, three times over. A model
+# that is deeper, its gradients included, fails with "missing layout for result".
+os.environ.setdefault("DTENSOR_LAYOUT_PROPAGATION_MAX_STEPS", "5000")
+
 import keras
 import tensorflow as tf
 
