@@ -28,6 +28,11 @@ OPERATIONS = {
     "gather_nd by row": lambda x: tf.gather_nd(x, np.stack([np.arange(8), LABELS], 1)),
     "tensor_scatter_nd_update": lambda x: tf.tensor_scatter_nd_update(x, [[5], [0]], 2.0 * x[:2]),
     "tensor_scatter_nd_add": lambda x: tf.tensor_scatter_nd_add(x, [[7], [7]], x[2:4] ** 2),
+    "gather_nd at a grid of places": lambda x: tf.gather_nd(x, GRID),
+    "scatter_nd to a grid of places": lambda x: tf.scatter_nd(GRID, tf.reshape(x, (2, 2, 2, 2, 2)), (8, 4)),
+    "tensor_scatter_nd_add to a grid of places": lambda x: tf.tensor_scatter_nd_add(
+        x, GRID, tf.reshape(x**2, (2, 2, 2, 2, 2))
+    ),
     "top_k": lambda x: tf.math.top_k(x, 2).values,
     "reversed rows": lambda x: x[::-1],
     "reversed columns": lambda x: x[:, ::-1],
@@ -85,6 +90,7 @@ OPERATIONS = {
     "cholesky": lambda x: tf.linalg.cholesky(0.1 * tf.reshape(x, (8, 2, 2)) + 3 * np.eye(2)),
 }
 KERNEL, KERNEL4, MIX = RNG.randn(2, 2, 1, 3), RNG.randn(1, 1, 4, 4), RNG.randn(2, 4)
+GRID = np.stack(np.divmod((np.arange(32) * 5 % 24).reshape(2, 2, 2, 2, 2), 4), -1).astype("int32")
 MATRIX, PICKS = RNG.randn(4, 4), RNG.randint(0, 4, (4, 2, 3))
 LAYOUTS = {"batch": ("data", None), "columns": (None, "model"), "both": ("data", "model")}
 

@@ -89,7 +89,7 @@ class AutoLayout:
             reason = "the inputs of the model are not known before its first batch"
             return {id(v): _replicated(v, reason) for v in model.variables}
         try:
-            graph = model_graph.trace(model, inputs)
+            graph = _traced(model, inputs)
         except Exception as error:  # a user's own `call` may fail in any way on symbolic values
             warnings.warn(
                 f"The model {model.name!r} stays replicated, because its forward pass could not be traced for automatic "
@@ -113,6 +113,18 @@ class AutoLayout:
                     group.wanted = True
                 elif decision is not None:
                     group.pinned = group.pinned or f"is kept whole in {variable.path} by {decision.reason}"
+
+
+def _traced(model: keras.Model, inputs: Any) -> model_graph.ModelGraph:
+    """The forward pass of a small batch or, where the model refuses that, of one with as many rows as its first batch."""
+    try:
+        return model_graph.trace(model, inputs)
+    except Exception:
+        leaves = [leaf for leaf in keras.tree.flatten(inputs) if not isinstance(leaf, keras.KerasTensor)]
+        rows = {leaf.shape[0] for leaf in leaves if len(leaf.shape)}
+        if len(rows) != 1 or None in rows:
+            raise
+        return model_graph.trace(model, inputs, examples=rows.pop())
 
 
 def takes_split_classes(model: keras.Model) -> bool:

@@ -30,13 +30,16 @@ class ModelGraph:
     outputs: list[tf.Tensor]
 
 
-def trace(model: keras.Model, inputs: Any, forward: Callable[[Any], Any] | None = None) -> ModelGraph:
+def trace(
+    model: keras.Model, inputs: Any, forward: Callable[[Any], Any] | None = None, examples: int = EXAMPLES
+) -> ModelGraph:
     """Traces `model(inputs, training=True)`; no variable is read or changed.
 
     Args:
         model: a built model.
         inputs: a structure of `keras.KerasTensor`, or anything with a shape and a dtype, as `model` takes.
         forward: what to trace on the inputs instead of the model.
+        examples: the size of the batch, unless the model's inputs have one of their own.
 
     Returns:
         The graph, whose calls of functions are not looked into.
@@ -46,16 +49,16 @@ def trace(model: keras.Model, inputs: Any, forward: Callable[[Any], Any] | None 
     """
     shapes = [tuple(leaf.shape)[1:] for leaf in keras.tree.flatten(inputs)]
     if all(None not in shape for shape in shapes):
-        return _trace(model, inputs, forward, 0)
+        return _trace(model, inputs, forward, 0, examples)
     for length in LENGTHS:
         try:
-            return _trace(model, inputs, forward, length)
+            return _trace(model, inputs, forward, length, examples)
         except (ValueError, tf.errors.InvalidArgumentError) as error:
             failure = error
     raise failure
 
 
-def _trace(model: keras.Model, inputs: Any, forward: Callable[[Any], Any] | None, length: int) -> ModelGraph:
+def _trace(model: keras.Model, inputs: Any, forward: Callable[[Any], Any] | None, length: int, examples: int) -> ModelGraph:
     graph = compat.FuncGraph("forward")  # other than a tf.Graph, it takes constants that were made outside of it
     with graph.as_default():
         names, mapping = {}, []
@@ -65,7 +68,7 @@ def _trace(model: keras.Model, inputs: Any, forward: Callable[[Any], Any] | None
             mapping.append((variable, value))
         values = keras.tree.map_structure(
             lambda leaf: tf.compat.v1.placeholder(
-                leaf.dtype, (_examples(leaf), *(length if size is None else size for size in leaf.shape[1:]))
+                leaf.dtype, (_examples(leaf, examples), *(length if size is None else size for size in leaf.shape[1:]))
             ),
             inputs,
         )
@@ -75,8 +78,8 @@ def _trace(model: keras.Model, inputs: Any, forward: Callable[[Any], Any] | None
     return ModelGraph(graph.get_operations(), names, outputs)
 
 
-def _examples(leaf: Any) -> int:
-    return isinstance(leaf, keras.KerasTensor) and leaf.shape[0] or EXAMPLES
+def _examples(leaf: Any, examples: int) -> int:
+    return isinstance(leaf, keras.KerasTensor) and leaf.shape[0] or examples
 
 
 def input_specs(model: keras.Model, batch: Any = None) -> Any:

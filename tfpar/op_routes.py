@@ -55,10 +55,33 @@ def scatter_nd(scatter: Callable) -> Callable:
     """As `whole`; 64-bit indices fail. It is also the gradient of `gather_nd`, `top_k` and `sort`."""
 
     def whole(indices, updates, shape, **kwargs):
-        indices, updates = tf.cast(gathered(indices, "scatter_nd"), tf.int32), gathered(updates, "scatter_nd")
+        indices, updates = _as_rows(tf.cast(gathered(indices, "scatter_nd"), tf.int32), gathered(updates, "scatter_nd"))
         return gathered(scatter(indices, updates, tf.cast(shape, tf.int32), **kwargs), "scatter_nd")
 
     return whole
+
+
+def tensor_scatter(scatter: Callable) -> Callable:
+    """As `whole`, for `tf.tensor_scatter_nd_update` and its kin."""
+
+    def whole(tensor, indices, updates, name=None):
+        user = scatter.__name__
+        indices, updates = _as_rows(gathered(indices, user), gathered(updates, user))
+        return gathered(scatter(gathered(tensor, user), indices, updates, name=name), user)
+
+    return whole
+
+
+def _as_rows(indices: tf.Tensor, updates: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Indices as a matrix, and updates to match. Where updates have more dims than the result, TensorFlow takes layouts for
+    them that the result does not have, which can end the process.
+    """
+    dims = indices.shape.rank - 1
+    places, known = indices.shape[:-1], indices.shape.is_fully_defined() and updates.shape.is_fully_defined()
+    if dims < 2 or not known or updates.shape[:dims] != places:  # shapes that do not match: TensorFlow's own error
+        return indices, updates
+    number = places.num_elements()
+    return tf.reshape(indices, [number, indices.shape[-1]]), tf.reshape(updates, [number, *updates.shape[dims:]])
 
 
 def _may_be_split(value: tf.Tensor) -> bool:
