@@ -164,3 +164,17 @@ def test_ordinary_tensors_given_to_a_traced_step(float64):
     step = tf.function(lambda x, scale: tf.reduce_sum(model(x)) * scale)
     total = strategy.run(step, args=(tf.constant(X), np.float64(2.0)))
     assert float(strategy.reduce("SUM", total, None)) == pytest.approx(2 * model(X).numpy().sum())
+
+
+def test_a_model_of_1700_operations_in_a_row():
+    """TensorFlow stops after 500 rounds of carrying layouts on, three times over."""
+
+    def deep(x):
+        for _ in range(1700):
+            x = keras.ops.tanh(x)
+        return x
+
+    with tfpar.HybridStrategy("data=2").scope():
+        model = keras.Sequential([keras.Input((2,)), layers.Lambda(deep)])
+    x = np.ones((4, 2), "float32")
+    np.testing.assert_allclose(model.predict(x, verbose=0), deep(x), rtol=1e-6)

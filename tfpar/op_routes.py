@@ -76,12 +76,15 @@ def _as_rows(indices: tf.Tensor, updates: tf.Tensor) -> tuple[tf.Tensor, tf.Tens
     """Indices as a matrix, and updates to match. Where updates have more dims than the result, TensorFlow takes layouts for
     them that the result does not have, which can end the process.
     """
-    dims = indices.shape.rank - 1
-    places, known = indices.shape[:-1], indices.shape.is_fully_defined() and updates.shape.is_fully_defined()
-    if dims < 2 or not known or updates.shape[:dims] != places:  # shapes that do not match: TensorFlow's own error
+    if indices.shape.rank is None or updates.shape.rank is None:
         return indices, updates
-    number = places.num_elements()
-    return tf.reshape(indices, [number, indices.shape[-1]]), tf.reshape(updates, [number, *updates.shape[dims:]])
+    dims = indices.shape.rank - 1
+    places, width, rest = indices.shape[:-1], indices.shape[-1], updates.shape[dims:]
+    is_known = width is not None and rest.is_fully_defined()
+    if dims < 2 or not is_known or not places.is_compatible_with(updates.shape[:dims]):  # TensorFlow's own error follows
+        return indices, updates
+    number = -1 if places.num_elements() is None else places.num_elements()
+    return tf.reshape(indices, [number, width]), tf.reshape(updates, [number, *rest])
 
 
 def _may_be_split(value: tf.Tensor) -> bool:
