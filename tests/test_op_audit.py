@@ -80,6 +80,10 @@ def test_the_table_counts_what_was_found_and_lists_what_is_not_right():
     text = op_table.table(results, 60.0)
     assert "| `one` | 1 | 1 |  |  |  |  |" in text
     assert "| `two` |  |  |  | 1 | 1 | WRONG: `d-`; died: `-m > d m` |" in text
+    again = op_table.table({"two": [(row, (), "right", "")]}, 60.0, text)
+    assert "1 minutes. Again on" in again and "`two`.\n" in again
+    assert "| `one` | 1 | 1 |  |  |  |  |\n| `two` | 1 |  |  |  |  |  |\n" in again
+    assert [line.rsplit(" ", 2)[1] for line in again.splitlines() if line.startswith(("| right", "| WRONG"))] == ["2", "0"]
 
 
 def test_every_operation_has_splits_to_try():

@@ -26,6 +26,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ from tfpar import op_cases, op_cases_nn, op_support, op_table, op_warnings, tran
 
 _AUDIT = flags.DEFINE_bool("audit", False, "run the operations of op_cases.py on all shardings")
 _ONLY = flags.DEFINE_string("only", ".*", "a regular expression for the names of the operations to run")
-_WRITE = flags.DEFINE_string("write", "", "the file to write the table to, such as docs/op_support.md")
+_WRITE = flags.DEFINE_string("write", "", "the file for the table: docs/op_support.md; with --only its other rows stay")
 _JSON = flags.DEFINE_string("json", "", "a file to which all outcomes are added, one a line")
 
 AXES = {"data": 2, "model": 2}
@@ -297,5 +298,6 @@ def main(arguments: list[str]) -> None:
     for found, number in op_table.counts(results).items():
         print(f"{found:<10} {number}")
     if _WRITE.value:
-        with open(_WRITE.value, "w") as file:
-            file.write(op_table.table(results, time.time() - start))
+        page = Path(_WRITE.value)
+        before = page.read_text() if _ONLY.value != _ONLY.default and page.exists() else ""
+        page.write_text(op_table.table(results, time.time() - start, before))

@@ -33,9 +33,25 @@ def counts(results: dict[str, list]) -> dict[str, int]:
     return {outcome: found[outcome] for outcome in OUTCOMES}
 
 
-def table(results: dict[str, list], seconds: float) -> str:
-    """The document: what the outcomes mean, how many there were, and a row per operation."""
-    total = counts(results)
+def table(results: dict[str, list], seconds: float, before: str = "") -> str:
+    """The document: what the outcomes mean, how many there were, and a row per operation.
+
+    Args:
+        results: what an audit returned.
+        seconds: how long it took.
+        before: the document of a whole audit, whose rows stay for operations that this one did not run.
+    """
+    rows = {line.split("`")[1]: line for line in before.splitlines() if line.startswith("| `")}
+    rows |= {name: _row(name, cases) for name, cases in results.items()}
+    total = dict.fromkeys(OUTCOMES, 0)
+    for row in rows.values():
+        for outcome, number in zip(OUTCOMES, row.split(" | ")[1:]):
+            total[outcome] += int(number.strip() or 0)
+    today = time.strftime("%Y-%m-%d")
+    when = f"TensorFlow {tf.__version__}, Keras {keras.__version__}, {today}, {seconds / 60:.0f} minutes."
+    for line in before.splitlines():
+        if line.startswith("TensorFlow "):
+            when = f"{line.partition(' Again ')[0]} Again on {today}: {', '.join(f'`{name}`' for name in results)}."
     lines = [
         "# Operations on a mesh",
         "",
@@ -45,7 +61,7 @@ def table(results: dict[str, list], seconds: float) -> str:
         "[tfpar/op_cases_nn.py](../tfpar/op_cases_nn.py), what takes their place in a step in",
         "[tfpar/op_support.py](../tfpar/op_support.py).",
         "",
-        f"TensorFlow {tf.__version__}, Keras {keras.__version__}, {time.strftime('%Y-%m-%d')}, {seconds / 60:.0f} minutes.",
+        when,
         "",
         "| outcome | meaning | operation and split |",
         "| --- | --- | ---: |",
@@ -59,11 +75,12 @@ def table(results: dict[str, list], seconds: float) -> str:
         f"| operation | {' | '.join(OUTCOMES)} | not right |",
         f"| --- |{' ---: |' * len(OUTCOMES)} --- |",
     ]
-    for name, cases in results.items():
-        found = collections.Counter(outcome for _, _, outcome, _ in cases)
-        numbers = " | ".join(str(found[outcome] or "") for outcome in OUTCOMES)
-        lines.append(f"| `{name}` | {numbers} | {_rest(cases)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *rows.values()]) + "\n"
+
+
+def _row(name: str, cases: list) -> str:
+    found = collections.Counter(outcome for _, _, outcome, _ in cases)
+    return f"| `{name}` | {' | '.join(str(found[outcome] or '') for outcome in OUTCOMES)} | {_rest(cases)} |"
 
 
 def _rest(cases: list) -> str:
