@@ -39,7 +39,7 @@ clean: ## Remove the virtual environment, caches and build products
 
 INPUTS := $(VENV)/.made setup.py pyproject.toml constraints.txt
 INSTALL = @echo "Installing packages into $(VENV) (a minute or two the first time)" && \
-    $(PYTHON) -m pip install -qq --disable-pip-version-check -c constraints.txt -e
+    $(PYTHON) -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt -e
 
 $(VENV)/.made:
 	@for python in python3.11 python3; do \

@@ -14,20 +14,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-# Set before the first DTensor function is compiled. DTensor merges all-reduces by default and may then move an
-# optimizer's read of a slot before its write: momentum SGD, Adam and others train wrongly without an error.
-os.environ["DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION"] = "0"
-
-# An axis that moves from one dim of a tensor to another does so by an all-to-all by default, which on CPU puts shards in
-# wrong places where both dims follow the first and the tensor has four dims or more. Without it: a gather and a slice.
-os.environ["DTENSOR_USE_ALL_TO_ALL_RELAYOUT"] = "0"
-
-# DTensor carries layouts from operation to operation in at most so many rounds, 500 by default, three times over. A model
-# that is deeper, its gradients included, fails with "missing layout for result".
-os.environ.setdefault("DTENSOR_LAYOUT_PROPAGATION_MAX_STEPS", "5000")
-
 import keras
 import tensorflow as tf
+
+from tfpar.compat import switches  # noqa: F401 - before the first DTensor function
 
 if keras.backend.backend() != "tensorflow":
     raise ImportError(
