@@ -60,7 +60,10 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+# The transformer has an encoder in it.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name == "encoder" else []) for name in MODELS]
+)
 def test_trains_with_rules_and_with_automatic_layouts_as_on_one_device(name, float64):
     build, x, y = MODELS[name]
 

@@ -102,6 +102,7 @@ def test_wheel(environment, source):
 
 
 @pytest.mark.slow
+@pytest.mark.long  # it is how `make test` itself installs
 def test_editable(environment, source):
     install = ("install", *OFFLINE, "--ignore-installed", "-e", source)
     run(environment / "bin" / "python", *PIP, *install, cwd=environment)

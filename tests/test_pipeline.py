@@ -51,12 +51,10 @@ def fit_numbers(model: keras.Model):
     return model.fit(X, Y, batch_size=8, epochs=2, verbose=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh", "options"),
-    [
-        ("pipe=4", {"schedule": "zb-h1"}),
-        pytest.param("pipe=2,data=2,model=2", {"recompute": "stage"}, marks=pytest.mark.long),
-    ],
+    [("pipe=4", {"schedule": "zb-h1"}), ("pipe=2,data=2,model=2", {"recompute": "stage"})],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )
 def test_gpt(mesh, options):

@@ -40,7 +40,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("gpt2", "pipe=2,data=2,model=2"), ("bert", "pipe=2")])
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("gpt2", "pipe=2,data=2,model=2"), pytest.param("bert", "pipe=2", marks=pytest.mark.long)]
+)
 def test_model(name, mesh):
     build, data = CASES[name]
 
