@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -54,6 +54,16 @@ def applicable(rules: dict, mesh: tfpar.Mesh) -> Callable[[keras.Model], tfpar.L
     return layouts
 
 
+@contextlib.contextmanager
+def as_written(reference: bool) -> Iterator[None]:
+    """What one device computes is the measure, so TensorFlow does not rewrite it; a mesh runs with what users have."""
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": reference})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
+
+
 def densify(optimizer: keras.optimizers.Optimizer) -> None:
     """Makes a one-device optimizer see summed, dense gradients of embeddings, as on a mesh (see docs/numerics.md)."""
     apply = type(optimizer).apply
@@ -79,8 +89,9 @@ def train(
         model = build()
     if strategy is None and model.optimizer is not None:
         densify(model.optimizer)
-    history = fit(model)
-    checked = check(model)
+    with as_written(strategy is None):
+        history = fit(model)
+        checked = check(model)
     optimizer = model.optimizer
     return Trained(
         model=model,

@@ -60,9 +60,9 @@ WRONG = {
 }
 
 
-# The transformer has an encoder in it.
+# The transformer has an encoder in it, and a decoder as GPT is one.
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name == "encoder" else []) for name in MODELS]
+    "name", [pytest.param(name, marks=pytest.mark.long if name in ("encoder", "gpt") else []) for name in MODELS]
 )
 def test_trains_with_rules_and_with_automatic_layouts_as_on_one_device(name, float64):
     build, x, y = MODELS[name]

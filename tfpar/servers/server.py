@@ -17,7 +17,8 @@ import threading
 import time
 from pathlib import Path
 
-if __package__ in (None, ""):  # run as a file, which spares the import of Keras
+if __package__ in (None, ""):  # run as a file, which spares the import of tfpar and Keras
+    sys.modules["keras"] = None  # TensorFlow imports it where it is installed, a third of a server's start, and does without
     sys.path.insert(0, str(Path(__file__).parent))
     import config as config_lib
 
