@@ -8,13 +8,14 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import servers
 import tensorflow as tf
 
 import tfpar
-from tfpar.servers import config, server
+from tfpar.servers import config, local, server
 from tfpar.servers.modes import Mode
 from tfpar.servers.spread import Spread, default_partitioner
 
@@ -95,6 +96,24 @@ def test_a_server_whose_port_is_in_use_says_so():
         command = [sys.executable, "-P", server.__file__]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode and f"ps 0 cannot listen on {cluster.address}" in done.stderr
+
+
+def test_servers_end_with_their_launcher_and_one_that_cannot_start_is_an_error(monkeypatch):
+    with tfpar.local_cluster(workers=1, ps=1) as cluster:
+        pids = [cluster.pid("worker", 0), cluster.pid("ps", 0)]
+        taken = [int(address.rpartition(":")[2]) for jobs in cluster.cluster.jobs.values() for address in jobs]
+        monkeypatch.setattr(local, "_free_ports", lambda count: taken)
+        with pytest.raises(
+            RuntimeError, match=r"(?s)process of ps 0 ended with 1.*ps 0 cannot listen on 127.0.0.1:\d+: .*Stop the"
+        ):
+            tfpar.local_cluster(workers=1, ps=1)
+        cluster._launcher.kill()
+        until = time.monotonic() + 30
+        while any(Path(f"/proc/{pid}/exe").exists() for pid in pids) and time.monotonic() < until:  # a dead one has none
+            time.sleep(0.1)
+        assert time.monotonic() < until
+        with pytest.raises(RuntimeError, match="ps 0 was not started: its launcher ended with -9"):
+            cluster.restart("ps", 0)
 
 
 @pytest.mark.slow

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,7 +22,20 @@ import tensorflow as tf
 from tfpar.servers import config, server
 from tfpar.servers.config import Cluster
 
-START_LIMIT = 120.0  # seconds; importing TensorFlow takes 3 to 10, in every process
+LAUNCHER = Path(server.__file__).with_name("launcher.py")
+START_LIMIT = 120.0  # seconds; importing TensorFlow takes 3 to 10
+STOP_LIMIT = 30.0  # seconds
+RUNS = re.compile(rf"{server.READY}: process (\d+)")
+
+_running: set[subprocess.Popen] = set()  # a cluster that nobody holds goes on, as long as this process
+
+
+@dataclasses.dataclass
+class _Server:
+    """A process of the cluster: where what it says is kept, and its process id once it runs."""
+
+    log: Path
+    pid: int = 0
 
 
 class LocalCluster:
@@ -32,8 +49,16 @@ class LocalCluster:
             raise ValueError(f"A cluster needs at least one worker and one parameter server, got {workers=} and {ps=}.")
         ports = [f"127.0.0.1:{port}" for port in _free_ports(workers + ps)]
         self.cluster = Cluster({"worker": tuple(ports[:workers]), "ps": tuple(ports[workers:])})
-        self._threads, self._logs = threads, tempfile.TemporaryDirectory(prefix="tfpar-servers-")
-        self._processes: dict[tuple[str, int], subprocess.Popen] = {}
+        self._logs, self._count = tempfile.TemporaryDirectory(prefix="tfpar-servers-"), itertools.count()
+        self._servers: dict[tuple[str, int], _Server] = {}
+        environment = {"TF_CPP_MIN_LOG_LEVEL": "2"} | os.environ
+        if threads is not None:
+            environment |= {name: str(threads) for name in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")}
+        self._launcher_log = Path(self._logs.name) / "launcher.log"
+        with open(self._launcher_log, "w") as log:
+            command = [sys.executable, "-P", str(LAUNCHER), str(os.getpid())]
+            self._launcher = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log)
+        _running.add(self._launcher)
         try:
             tasks = [(job, i) for job in ("ps", "worker") for i in range(len(self.cluster.jobs[job]))]
             for task in tasks:
@@ -56,20 +81,24 @@ class LocalCluster:
 
     def pid(self, job: str, index: int) -> int:
         """The process id of "worker" or "ps" number `index`."""
-        return self._processes[job, index].pid
+        return self._servers[job, index].pid
 
     def kill(self, job: str, index: int) -> None:
         """Kills a process at once (SIGKILL), as a machine that fails."""
-        self._processes[job, index].kill()
-        self._processes[job, index].wait()
+        found = self._servers[job, index]
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            os.kill(found.pid, signal.SIGKILL)
+        until = time.monotonic() + START_LIMIT
+        while server.ENDED not in found.log.read_text() and self._launcher.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
 
     def pause(self, job: str, index: int) -> None:
         """Stops a process from running (SIGSTOP) until `resume`, as a machine that hangs."""
-        self._processes[job, index].send_signal(signal.SIGSTOP)
+        os.kill(self.pid(job, index), signal.SIGSTOP)
 
     def resume(self, job: str, index: int) -> None:
         """Lets a paused process run."""
-        self._processes[job, index].send_signal(signal.SIGCONT)
+        os.kill(self.pid(job, index), signal.SIGCONT)
 
     def restart(self, job: str, index: int) -> None:
         """Starts a killed process again, at its address."""
@@ -78,11 +107,15 @@ class LocalCluster:
 
     def stop(self) -> None:
         """Ends all processes."""
-        for process in self._processes.values():
-            process.kill()
-        for process in self._processes.values():
-            process.wait()
-        self._processes.clear()
+        with contextlib.suppress(BrokenPipeError):
+            self._launcher.stdin.close()  # at which it ends the servers
+        try:
+            self._launcher.wait(STOP_LIMIT)
+        except subprocess.TimeoutExpired:
+            self._launcher.kill()  # the servers look for it and end
+            self._launcher.wait()
+        _running.discard(self._launcher)
+        self._servers.clear()
         with contextlib.suppress(OSError):
             self._logs.cleanup()
 
@@ -96,26 +129,31 @@ class LocalCluster:
         return f"LocalCluster({self.cluster})"
 
     def _launch(self, job: str, index: int) -> None:
-        environment = os.environ | {"TF_CONFIG": self.cluster.as_config(job, index)}
-        environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-        if self._threads is not None:
-            environment |= {name: str(self._threads) for name in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")}
-        command = [sys.executable, "-P", server.__file__, f"--parent={os.getpid()}"]
-        with open(self._log(job, index), "w") as log:
-            self._processes[job, index] = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        log = Path(self._logs.name) / f"{job}-{index}-{next(self._count)}.log"
+        log.touch()
+        self._servers[job, index] = _Server(log)
+        task = {"tf_config": self.cluster.as_config(job, index), "log": str(log)}
+        with contextlib.suppress(BrokenPipeError):  # where the launcher has ended, `_await` says so
+            self._launcher.stdin.write(json.dumps(task).encode() + b"\n")
+            self._launcher.stdin.flush()
 
     def _await(self, job: str, index: int) -> None:
-        process, until = self._processes[job, index], time.monotonic() + START_LIMIT
-        while server.READY not in (said := self._log(job, index).read_text()):
-            if process.poll() is not None or time.monotonic() > until:
-                what = f"took longer than {START_LIMIT:.0f} s to start"
-                if process.poll() is not None:
-                    what = f"ended with {process.returncode}"
-                raise RuntimeError(f"The process of {job} {index} {what}. It said:\n{said[-2000:]}")
+        found, until = self._servers[job, index], time.monotonic() + START_LIMIT
+        while not (runs := RUNS.search(said := found.log.read_text())):
+            how = re.search(rf"{server.ENDED} (-?\d+)", said)
+            if how:
+                how, said = f"ended with {how[1]}", said[: how.start()]
+            elif self._launcher.poll() is not None:
+                how, said = (
+                    f"was not started: its launcher ended with {self._launcher.poll()}",
+                    self._launcher_log.read_text(),
+                )
+            elif time.monotonic() > until:
+                how = f"took longer than {START_LIMIT:.0f} s to start"
+            if how:
+                raise RuntimeError(f"The process of {job} {index} {how}. It said:\n{said[-2000:]}")
             time.sleep(0.05)
-
-    def _log(self, job: str, index: int) -> Path:
-        return Path(self._logs.name) / f"{job}-{index}.log"
+        found.pid = int(runs[1])
 
 
 def local_cluster(workers: int = 2, ps: int = 2, *, threads: int | None = None) -> LocalCluster:

@@ -17,7 +17,7 @@ import threading
 import time
 from pathlib import Path
 
-if __package__ in (None, ""):  # run as a file, which spares the import of tfpar and Keras
+if __package__ in (None, ""):  # run as a file or by launcher.py, which spares the import of tfpar and Keras
     sys.modules["keras"] = None  # TensorFlow imports it where it is installed, a third of a server's start, and does without
     sys.path.insert(0, str(Path(__file__).parent))
     import config as config_lib
@@ -27,7 +27,7 @@ else:
     from tfpar.servers import config as config_lib
 
 IDENTITY = "tfpar_identity"
-READY = "tfpar server listens"
+READY, ENDED = "tfpar server listens", "tfpar server ended with"
 THREADS = 16  # operations at a time; steps of several workers wait in one server, and must not wait for each other
 
 
@@ -89,7 +89,7 @@ def run(parent: int | None = None) -> None:
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     server = start(config_lib.from_environment())
-    print(READY, flush=True)
+    print(f"{READY}: process {os.getpid()}", flush=True)
     if parent is not None:
 
         def watch() -> None:
@@ -104,9 +104,9 @@ def run(parent: int | None = None) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Runs a worker or a parameter server, as TF_CONFIG says.")
-    parser.add_argument("--parent", type=int, help="end with this process")
+    parser.parse_args()
     try:
-        run(parser.parse_args().parent)
+        run()
     except (OSError, ValueError) as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from error
 
