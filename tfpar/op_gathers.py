@@ -154,10 +154,9 @@ def _each(rule: Rule, names: str) -> dict[str, Rule]:
 
 
 GATHERED: dict[str, Rule] = {
-    **_each(_images(0, whole=(1,)), "Conv2D Conv3D"),
+    **_each(_images(0, whole=(1,)), "Conv2D Conv3D DepthwiseConv2dNative"),
     **_each(_images(2, whole=(1,)), "Conv2DBackpropInput Conv3DBackpropInputV2"),
     **_each(_kernel_gradient(0, 2), "Conv2DBackpropFilter Conv3DBackpropFilterV2"),
-    "DepthwiseConv2dNative": _whole(0, 1),
     "DepthwiseConv2dNativeBackpropInput": _whole(1, 2),
     "DepthwiseConv2dNativeBackpropFilter": _whole(0, 2),
     **_each(_images(0), "MaxPool AvgPool MaxPool3D AvgPool3D LRN AdjustContrastv2"),

@@ -281,23 +281,6 @@ def _without_ellipsis(equation: str, inputs: Sequence[tf.Tensor]) -> str:
     return ",".join(term for term, _ in spelled) + "->" + result.replace("...", longest)
 
 
-def grouped_conv(conv: Callable) -> Callable:
-    """Keras compiles convolutions of groups with XLA, which a step cannot; without it they have no gradient on CPU. Each
-    group is a convolution of its own here.
-    """
-
-    def by_group(input, filter, *args, data_format="NHWC", name=None, **kwargs):
-        input, filter = tf.convert_to_tensor(input), tf.convert_to_tensor(filter)
-        channels = input.shape.rank - 1 if data_format.endswith("C") else 1
-        groups = input.shape[channels] // filter.shape[-2]
-        if groups == 1:
-            return conv(input, filter, *args, data_format=data_format, name=name, **kwargs)
-        parts = zip(tf.split(input, groups, channels), tf.split(filter, groups, -1))
-        return tf.concat([conv(*part, *args, data_format=data_format, **kwargs) for part in parts], channels)
-
-    return by_group
-
-
 def repeat(repeat: Callable) -> Callable:
     """With one number per element TensorFlow masks a larger tensor, whose size then depends on values; with one number for
     all it repeats by a number that is known in the step only, which would gather the tensor.

@@ -5,8 +5,8 @@
              the table is found when TensorFlow refuses it, and the step is tried again.
     some     an expansion for some splits only: what else is split is gathered before, see `op_gathers.py`.
     wrong    an expansion that gives other numbers without an error where a certain dim is split, or none that a table
-             mends: another function takes its place in a step (`op_routes.py`, `op_loops.py`, `op_ctc.py`, `op_fft.py`),
-             or, where nothing helps, it is refused.
+             mends: another function takes its place in a step (`op_routes.py`, `op_convs.py`, `op_loops.py`, `op_ctc.py`,
+             `op_fft.py`) or, where nothing helps, it is refused.
 
 The audit, `python -m tfpar.op_support --audit`, finds them; docs/op_support.md is what it found last. Each entry of
 `WRONG` and `KERAS` has a test with the right value.
@@ -21,7 +21,7 @@ from collections.abc import Callable
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfpar import compat, op_ctc, op_fft, op_gathers, op_loops, op_routes, variables
+from tfpar import compat, op_convs, op_ctc, op_fft, op_gathers, op_loops, op_routes, variables
 from tfpar.compat import functions
 
 _VARIABLE = "DTENSOR_ENABLE_REPLICATED_SPMD_AS_DEFAULT_TF."
@@ -42,7 +42,6 @@ REPLICATED = (
     # Convolutions and pooling
     "AvgPoolGrad",
     "AvgPool3DGrad",
-    "DepthwiseConv2dNative",
     "DepthwiseConv2dNativeBackpropFilter",
     "DepthwiseConv2dNativeBackpropInput",
     "LRN",
@@ -126,8 +125,11 @@ WRONG = {
     "_slice": op_routes.static_slice,
     "squeeze": op_routes.squeeze,
     "transpose": op_routes.transpose,
-    "conv2d": op_routes.grouped_conv,
-    "conv3d": op_routes.grouped_conv,
+    "conv2d": op_convs.grouped_conv,
+    "conv3d": op_convs.grouped_conv,
+    "depthwise_conv2d_native_backprop_input": op_convs.depthwise_input_gradient,
+    "depthwise_conv2d_native_backprop_filter": op_convs.depthwise_filter_gradient,
+    "avg_pool_grad": op_convs.average_gradient,
     "pack": op_routes.pack,
     "unpack": op_routes.unpack,
     "bincount as bincount": op_routes.bincount,
