@@ -90,12 +90,14 @@ def depthwise_filter_gradient(gradient: Callable) -> Callable:
         steps = strides[1:3]
         edges = [_edges(*dim, padding) for dim in zip(input.shape[1:3], window, steps)]
         input = tf.pad(input, [(0, 0), *edges, (0, 0)]) if np.any(edges) else input
-        out_backprop = tf.reshape(out_backprop, [batch, *results, channels, multiplier])
+        out_backprop = tf.reshape(out_backprop, [batch, results[0], 1, results[1], channels, multiplier])
+        columns = np.arange(window[1])[:, None] + np.arange(results[1]) * steps[1]
         products = []
-        for at in np.ndindex(*window):
-            rows, columns = (slice(a, a + (r - 1) * s + 1, s) for a, r, s in zip(at, results, steps))
-            products.append(tf.reduce_sum(input[:, rows, columns, :, None] * out_backprop, [1, 2]))
-        return tf.reshape(tf.reduce_sum(tf.stack(products), 1), [*window, channels, multiplier])
+        for top in range(window[0]):
+            rows = input[:, top : top + (results[0] - 1) * steps[0] + 1 : steps[0]]
+            shifted = tf.gather(rows, columns, axis=2)[..., None]  # batch, row, window column, column, channel, 1
+            products.append(tf.reduce_sum(shifted * out_backprop, [1, 3]))
+        return tf.reduce_sum(tf.reshape(tf.stack(products), [window[0], batch, *window[1:], channels, multiplier]), 1)
 
     return of_shards
 
