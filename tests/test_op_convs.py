@@ -88,6 +88,28 @@ def test_value_and_gradients(name, mesh):
         np.testing.assert_allclose(strategy.gather(value, 0).numpy().reshape(one.shape), one, rtol=0, atol=1e-12)
 
 
+def test_average_pooling_of_small_images():
+    """TensorFlow's gradient is wrong on one device. Pooling is linear: <pool(x), w> is <x, gradient> for every x."""
+    weights = RNG.randn(4, 3, 4, 1)
+
+    def pool(x):
+        return tf.nn.avg_pool2d(x, [1, 5], 1, "SAME")
+
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            total = tf.reduce_sum(pool(x) * weights)
+        return tape.gradient(total, x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        strategy = tfpar.HybridStrategy("data=4")
+    x = transfer.to_mesh(RNG.randn(4, 3, 4, 1), strategy.mesh.layout(["data", None, None, None]))
+    found = strategy.gather(strategy.run(tf.function(gradient), args=(x,)), 0).numpy()
+    other = RNG.randn(4, 3, 4, 1)
+    np.testing.assert_allclose(np.sum(pool(other) * weights), np.sum(other * found), rtol=0, atol=1e-12)
+
+
 def convnet():
     return parity.compiled(
         keras.Sequential(
