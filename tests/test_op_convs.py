@@ -117,6 +117,7 @@ def convnet():
                 keras.Input((12, 12, 3)),
                 layers.Conv2D(8, 3, padding="same"),
                 layers.Conv2D(8, 7, padding="same", groups=8),
+                layers.Conv2D(8, 1, groups=2),
                 layers.AveragePooling2D(2),
                 layers.SeparableConv2D(8, 3),
                 layers.DepthwiseConv2D(3, 2, padding="same", depth_multiplier=2),

@@ -10,14 +10,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from tfpar import variables
 
 
+def keras_conv(conv: Callable) -> Callable:
+    """Keras compiles convolutions of groups with XLA, in a function of its own. A step cannot, and the inside of a function
+    has layouts of its own: what it gives back would be gathered.
+    """
+
+    def in_the_step(inputs, kernel, strides=1, padding="valid", data_format=None, dilation_rate=1):
+        first = (data_format or keras.config.image_data_format()) == "channels_first"
+        inputs = tf.convert_to_tensor(inputs)
+        if inputs.shape[1 if first else -1] == kernel.shape[-2]:
+            return conv(inputs, kernel, strides, padding, data_format, dilation_rate)
+        dims = "DHW"[5 - inputs.shape.rank :] if inputs.shape.rank > 3 else "W"
+        named = f"NC{dims}" if first else f"N{dims}C"
+        return tf.nn.convolution(inputs, kernel, strides, padding.upper(), data_format=named, dilations=dilation_rate)
+
+    return in_the_step
+
+
 def grouped_conv(conv: Callable) -> Callable:
-    """Keras compiles convolutions of groups with XLA, which a step cannot; without it they have no gradient on CPU.
+    """Convolutions of groups, which have no gradient on CPU.
 
     A few wide groups are a convolution each. Many narrow ones are a depthwise convolution that gives each input channel's
     part of each of its group's results, and the sum of these parts.

@@ -146,6 +146,7 @@ WRONG = {
 KERAS = {
     "core.scan": op_loops.keras_scan,
     "core.associative_scan": op_loops.keras_associative_scan,
+    "nn.conv": op_convs.keras_conv,
     "nn.ctc_loss": op_ctc.ctc_loss,
     "numpy.inner": op_routes.inner,
 }
