@@ -115,9 +115,7 @@ def split_first(x):
 
 def in_a_step(function, layout):
     """The function of X, laid out over a mesh, in a traced step; its results as arrays."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        strategy = tfpar.HybridStrategy("data=2,model=2")
+    strategy = tfpar.HybridStrategy("data=2,model=2")
     x = transfer.to_mesh(X, strategy.mesh.layout(LAYOUTS[layout]))
     results = strategy.run(tf.function(function), args=(x,))
     return [result.numpy() for result in tf.nest.flatten(strategy.gather(results, 0))]
