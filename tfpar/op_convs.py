@@ -27,7 +27,7 @@ def keras_conv(conv: Callable) -> Callable:
         inputs = tf.convert_to_tensor(inputs)
         if inputs.shape[1 if first else -1] == kernel.shape[-2]:
             return conv(inputs, kernel, strides, padding, data_format, dilation_rate)
-        dims = "DHW"[5 - inputs.shape.rank :] if inputs.shape.rank > 3 else "W"
+        dims = "DHW"[5 - inputs.shape.rank :]
         named = f"NC{dims}" if first else f"N{dims}C"
         return tf.nn.convolution(inputs, kernel, strides, padding.upper(), data_format=named, dilations=dilation_rate)
 
@@ -49,19 +49,13 @@ def grouped_conv(conv: Callable) -> Callable:
         kwargs["data_format"] = data_format
         if groups == 1:
             return conv(input, filter, strides, padding, *args, name=name, **kwargs)
-        if width < groups and not args and _is_plain(input, strides, padding, **kwargs):
+        plain = not args and _is_plain(input, padding, data_format=data_format, dilations=kwargs.get("dilations") or (1,))
+        if plain and width < groups and strides[1] == strides[2]:
             return _narrow_groups(input, filter, strides, padding, groups)
         parts = zip(tf.split(input, groups, channels), tf.split(filter, groups, -1))
         return tf.concat([conv(*part, strides, padding, *args, **kwargs) for part in parts], channels)
 
     return by_group
-
-
-def _is_plain(input: tf.Tensor, strides: Sequence[int], padding: str, data_format: str, **options) -> bool:
-    """Whether a depthwise convolution takes these images and options."""
-    dilations = set(options.pop("dilations", None) or [1])
-    usual = input.shape.rank == 4 and data_format == "NHWC" and padding in ("SAME", "VALID") and dilations == {1}
-    return usual and strides[1] == strides[2] and not options.get("explicit_paddings")
 
 
 def _narrow_groups(input: tf.Tensor, filter: tf.Tensor, strides: Sequence[int], padding: str, groups: int) -> tf.Tensor:
@@ -136,27 +130,28 @@ def average_gradient(gradient: Callable) -> Callable:
     return of_shards
 
 
-def _splits(
-    gradient: tf.Tensor,
-    padding: str,
+def _is_plain(
+    images: tf.Tensor,
+    padding: str | bytes,
     explicit_paddings: Sequence[int] = (),
-    data_format: str = "NHWC",
+    data_format: str | bytes = "NHWC",
     dilations: Sequence[int] = (1,),
     name: str | None = None,
 ) -> bool:
-    """Whether a batch may be split here, and the sizes and options are what this file is for."""
-    usual = _text(padding) in ("SAME", "VALID") and _text(data_format) == "NHWC" and set(dilations) == {1}
-    return usual and variables.step_mesh().data_size > 1 and gradient.shape.is_fully_defined()
+    """Whether the sizes and options are what this file is for. Options of gradients are bytes, as they are in the graph."""
+    padding, data_format = tf.compat.as_str(padding), tf.compat.as_str(data_format)
+    usual = padding in ("SAME", "VALID") and data_format == "NHWC" and set(dilations) == {1}
+    return usual and images.shape.rank == 4 and images.shape.is_fully_defined()
 
 
-def _text(option: str | bytes) -> str:
-    """An option as text; gradients have it as it is in the graph."""
-    return tf.compat.as_str(option)
+def _splits(gradient: tf.Tensor, *options, **named) -> bool:
+    """Whether the batch may be split here, and `_is_plain`."""
+    return variables.step_mesh().data_size > 1 and _is_plain(gradient, *options, **named)
 
 
 def _edges(size: int, window: int, stride: int, padding: str) -> tuple[int, int]:
     """How many zeros a dim has on both ends for these windows."""
-    missing = max((-(-size // stride) - 1) * stride + window - size, 0) if _text(padding) == "SAME" else 0
+    missing = max((-(-size // stride) - 1) * stride + window - size, 0) if tf.compat.as_str(padding) == "SAME" else 0
     return missing // 2, missing - missing // 2
 
 
