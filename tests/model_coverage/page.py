@@ -13,7 +13,7 @@ have no result yet. What is in the table is found by looking into Keras and Kera
 A case trains three steps of Adam on batches of 4, without dropout, on one device and on each mesh, and compares every
 weight and every loss. "ok" is the largest difference, at most {double:.0e} in float64; that of a loss above 1 is relative.
 Where it is larger, the number behind "noise" is the difference that one device gives with the rows of each batch reversed
-and every weight changed by up to 1e-12 of itself (1e-7 in float32), and the mesh is within ten times that. "2 of 6 split"
+and every weight changed by up to {nudge:.0e} of itself ({single_nudge:.0e} in float32), and the mesh is within ten times that. "2 of 6 split"
 counts the weights that the axis `model` splits by the layouts that a `HybridStrategy` has when it is told none; the rest is
 replicated. Everything else is a line with its cause.
 
@@ -59,10 +59,11 @@ def cell(result: dict | None) -> str:
 def page(names: list[str], results: dict, versions: dict[str, str]) -> str:
     """The whole page: a line per class and a count per group."""
     from model_coverage.application_cases import RATE
-    from model_coverage.case import MESHES, TOLERANCE, Case
+    from model_coverage.case import MESHES, NUDGE, TOLERANCE, Case
 
     said = ", ".join(f"{name} {version}" for name, version in versions.items())
     numbers = {"double": TOLERANCE["float64"], "single": TOLERANCE["float32"], "slow": RATE, "rate": Case.rate}
+    numbers |= {"nudge": NUDGE["float64"], "single_nudge": NUDGE["float32"]}
     lines = [HEAD.format(versions=said, **numbers)]
     for group, title in TITLES.items():
         members = [name for name in names if name.startswith(group + "/")]

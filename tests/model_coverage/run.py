@@ -109,6 +109,8 @@ def run(todo: list[str], meshes: list[str], keep) -> list[str]:
         return run(left[:1], missing, keep) + left[1:] if missing else left[1:]
     lost = [line for line in errors if "Check failed" in line or "Error" in line or "F0000" in line]
     cause = cause or f"the process ended with {process.returncode}: {(lost or errors or [''])[-1].strip()[:250]}"
+    if "more than" in cause and done:  # what the meshes before have left in memory is not this one's need
+        return run(left[:1], missing, keep) + left[1:]
     if missing:
         keep({"case": left[0], "mesh": missing[0], "ok": False, "cause": cause, "gigabytes": round(peak, 1)})
         if missing[1:] and "longer" not in cause:
