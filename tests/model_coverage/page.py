@@ -13,9 +13,10 @@ have no result yet. What is in the table is found by looking into Keras and Kera
 A case trains three steps of Adam on batches of 4, without dropout, on one device and on each mesh, and compares every
 weight and every loss. "ok" is the largest difference, at most {double:.0e} in float64; that of a loss above 1 is relative.
 Where it is larger, the number behind "noise" is the difference that one device gives with the rows of each batch reversed
-and every weight changed by up to {nudge:.0e} of itself ({single_nudge:.0e} in float32), and the mesh is within ten times that. "2 of 6 split"
-counts the weights that the axis `model` splits by the layouts that a `HybridStrategy` has when it is told none; the rest is
-replicated. Everything else is a line with its cause.
+and every weight changed by up to {nudge:.0e} of itself ({single_nudge:.0e} in float32), which is rounding; the mesh is
+within ten times that. Noise above 1e-4 can hide anything and is no comparison. "2 of 6 split" counts the weights that the
+axis `model` splits by the layouts that a `HybridStrategy` has when it is told none; the rest is replicated. Everything else
+is a line with its cause.
 
 A layer stands between two `Dense` layers. A backbone has the tiny sizes of
 [hub_sizes.py](../tests/model_coverage/hub_sizes.py) and its task's head if it has one. A model of `keras.applications` has
