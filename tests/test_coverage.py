@@ -40,15 +40,23 @@ def test_the_page_is_what_the_results_say():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "noise", "ok"), [(1.1, 1.1, None), (1 + 1e-6, 1 + 1e-6, True), (1.1, 1.0, False), (1.0, 1.0, True)]
+    ("mesh", "noise", "ok"),
+    [
+        (1.1, [1.1], None),
+        (1 + 1e-6, [1 + 1e-6], True),
+        (1 + 1e-6, [1.0, 1.0, 1 + 1e-6], True),
+        (1.1, [1.0, 1.0, 1.0], False),
+        (1.0, [], True),
+    ],
 )
 def test_wrong_numbers_are_a_failure_with_a_cause(mesh, noise, ok, monkeypatch):
-    trained = iter([({"0 w": np.full(2, value)}, [1.0], 0) for value in (1.0, mesh, noise)])
-    monkeypatch.setattr(case, "train", lambda *args: next(trained))
+    trained = iter([({"0 w": np.full(2, value)}, [1.0], 0) for value in (1.0, mesh, *noise)])
+    monkeypatch.setattr(case, "train", lambda *args, **kwargs: next(trained))
     monkeypatch.setattr(case, "has_float32_inside", lambda case: False)
     (result,) = case.compare(case.Case(lambda: None), ("data=2",))
     assert result["ok"] is ok
     assert ok is not False or "w is 1.0e-01 off" in result["cause"]
+    assert next(trained, None) is None  # every nudge was looked at
 
 
 @pytest.mark.parametrize(("softmax_dtype", "found"), [(None, False), ("float32", True)])

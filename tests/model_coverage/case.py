@@ -21,6 +21,7 @@ import tfpar
 from tfpar import model_graph
 
 BATCH, STEPS = 4, 3
+NUDGES = 3  # of which the largest difference is the noise: one may by chance meet nothing that grows
 TOLERANCE = {"float64": 1e-8, "float32 inside": 1e-6, "float32": 1e-6}
 NUDGE = {"float64": 1e-15, "float32 inside": 1e-7, "float32": 1e-7}  # a few units of rounding
 MESHES = ("data=2,model=2", "model=4")
@@ -99,11 +100,11 @@ def random_inputs(model: keras.Model, ids: int) -> Any:
 
 
 def train(
-    case: Case, strategy: Any, order: np.ndarray, nudge: float = 0.0
+    case: Case, strategy: Any, order: np.ndarray, nudge: float = 0.0, seed: int = 0
 ) -> tuple[dict[str, np.ndarray], list[float], int]:
     """Weights and losses after three steps, and the number of split weights.
 
-    `order` permutes the rows of each batch; `nudge` changes every weight by that part of it at the start.
+    `order` permutes the rows of each batch; `nudge` changes every weight by that part of it at the start, `seed` says how.
     """
     keras.utils.clear_session(free_memory=True)
     keras.utils.set_random_seed(0)
@@ -130,7 +131,7 @@ def train(
         model.optimizer.apply = dense
     start = model.get_weights()
     if nudge:
-        noise = np.random.RandomState(3)
+        noise = np.random.RandomState(3 + seed)
         model.set_weights([w if w.dtype.kind != "f" else w + w * nudge * noise.uniform(-1, 1, w.shape) for w in start])
     with parity.as_written(strategy is None):
         history = model.fit(x, outputs, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
@@ -170,7 +171,7 @@ def compare(case: Case, meshes: tuple[str, ...] = MESHES, layouts: str = "defaul
     chosen = {} if layouts == "default" else {"layouts": columns}
     rows = np.arange(BATCH * STEPS)
     reversed_rows = rows.reshape(STEPS, BATCH)[:, ::-1].reshape(-1)
-    start, floor = time.time(), None
+    start, floors = time.time(), []
     try:
         one, precision = on_one_device(case, rows)
     except Exception as error:
@@ -188,9 +189,10 @@ def compare(case: Case, meshes: tuple[str, ...] = MESHES, layouts: str = "defaul
             result = {"mesh": mesh, "ok": error <= TOLERANCE[precision], "error": error}
             result |= {"split": many[2], "weights": len(many[0])}
             if not result["ok"]:
-                if floor is None:
-                    nudged = train(case, None, reversed_rows, NUDGE[precision])
-                    floor = difference(one, nudged)[0]
+                while error > 10 * max(floors, default=0.0) and len(floors) < NUDGES:
+                    nudged = train(case, None, reversed_rows, NUDGE[precision], seed=len(floors))
+                    floors.append(difference(one, nudged)[0])
+                floor = max(floors)
                 result |= {"floor": floor, "ok": error <= 10 * floor, "where": where}
                 if floor > 1e-4:  # a comparison with it says nothing
                     result |= {"ok": None, "cause": f"one device's own noise is {floor:.0e}"}

@@ -14,9 +14,9 @@ A case trains three steps of Adam on batches of 4, without dropout, on one devic
 weight and every loss. "ok" is the largest difference, at most {double:.0e} in float64; that of a loss above 1 is relative.
 Where it is larger, the number behind "noise" is the difference that one device gives with the rows of each batch reversed
 and every weight changed by up to {nudge:.0e} of itself ({single_nudge:.0e} in float32), which is rounding; the mesh is
-within ten times that. Noise above 1e-4 can hide anything and is no comparison. "2 of 6 split" counts the weights that the
-axis `model` splits by the layouts that a `HybridStrategy` has when it is told none; the rest is replicated. Everything else
-is a line with its cause.
+within ten times that, or within ten times the largest of {nudges} such differences. Noise above 1e-4 can hide anything and is
+no comparison. "2 of 6 split" counts the weights that the axis `model` splits by the layouts that a `HybridStrategy` has when
+it is told none; the rest is replicated. Everything else is a line with its cause.
 
 A layer stands between two `Dense` layers. A backbone has the tiny sizes of
 [hub_sizes.py](../tests/model_coverage/hub_sizes.py) and its task's head if it has one. A model of `keras.applications` has
@@ -60,11 +60,11 @@ def cell(result: dict | None) -> str:
 def page(names: list[str], results: dict, versions: dict[str, str]) -> str:
     """The whole page: a line per class and a count per group."""
     from model_coverage.application_cases import RATE
-    from model_coverage.case import MESHES, NUDGE, TOLERANCE, Case
+    from model_coverage.case import MESHES, NUDGE, NUDGES, TOLERANCE, Case
 
     said = ", ".join(f"{name} {version}" for name, version in versions.items())
     numbers = {"double": TOLERANCE["float64"], "single": TOLERANCE["float32"], "slow": RATE, "rate": Case.rate}
-    numbers |= {"nudge": NUDGE["float64"], "single_nudge": NUDGE["float32"]}
+    numbers |= {"nudge": NUDGE["float64"], "single_nudge": NUDGE["float32"], "nudges": NUDGES}
     lines = [HEAD.format(versions=said, **numbers)]
     for group, title in TITLES.items():
         members = [name for name in names if name.startswith(group + "/")]
