@@ -14,7 +14,7 @@ A case trains three steps of Adam on batches of 4, without dropout, on one devic
 weight and every loss. "ok" is the largest difference, at most {double:.0e} in float64; that of a loss above 1 is relative.
 Where it is larger, the number behind "noise" is the difference that one device gives with the rows of each batch reversed
 and every weight changed by up to {nudge:.0e} of itself ({single_nudge:.0e} in float32), which is rounding; the mesh is
-within ten times that, or within ten times the largest of {nudges} such differences. Noise above 1e-4 can hide anything and is
+within ten times that, or ten times the largest of {nudges} such differences. Noise above 1e-4 can hide anything and is
 no comparison. "2 of 6 split" counts the weights that the axis `model` splits by the layouts that a `HybridStrategy` has when
 it is told none; the rest is replicated. Everything else is a line with its cause.
 
