@@ -22,7 +22,7 @@ A layer stands between two `Dense` layers. A backbone has the tiny sizes of
 [hub_sizes.py](../tests/model_coverage/hub_sizes.py) and its task's head if it has one. A model of `keras.applications` has
 the smallest images that it takes and four classes, and a learning rate of {slow:.0e} instead of {rate:.0e}: the batch norms
 of four such images, one pixel in the last stages, would grow one device's own rounding to the size of a step.
-{larger} have images of 64 by 64: at 32 by 32 their noise is above 1e-4.
+{larger} have images of 64 by 64: at 32 by 32 the noise of the first two is above 1e-4.
 
 {versions}, on logical CPU devices; GPU and TPU: not yet run. Sentences of failures are TensorFlow's or Keras' own, cut
 short. "float32": the model fails in float64 on one device; "float32 inside": its layers cast to float32 on the way, for a
