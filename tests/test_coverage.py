@@ -59,6 +59,35 @@ def test_wrong_numbers_are_a_failure_with_a_cause(mesh, noise, ok, monkeypatch):
     assert next(trained, None) is None  # every nudge was looked at
 
 
+CHILD = """
+import json, sys, time
+names, meshes, _ = json.loads(sys.argv[1])
+print(json.dumps({"case": names[0]}), flush=True)
+print(json.dumps({"case": names[0], "mesh": meshes[0], "ok": True}), flush=True)
+if names[1:] and not meshes[1:]:
+    print(json.dumps({"case": names[1]}), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("names", "meshes"), [(["a"], ["m"]), (["a"], ["m", "n"]), (["a", "b"], ["m"])])
+def test_what_a_process_has_left_in_memory_is_not_the_need_of_the_next(names, meshes, monkeypatch):
+    kept, processes = [], set()
+
+    def memory(pid):  # the limit is broken after each process's first result
+        processes.add(pid)
+        return 99.0 if len(kept) >= len(processes) else 0.0
+
+    monkeypatch.setattr(run, "CHILD", CHILD)
+    monkeypatch.setattr(run, "memory", memory)
+    run.FLAGS(["run"])
+    left = run.run(names, meshes, kept.append)
+    found = [(result["case"], result["mesh"], result["ok"]) for result in kept]
+    assert found == [(name, mesh, True) for name in names for mesh in meshes]
+    assert len(processes) == len(kept)
+    assert left == []
+
+
 @pytest.mark.parametrize(("softmax_dtype", "found"), [(None, False), ("float32", True)])
 def test_a_model_of_float64_that_computes_in_float32_is_found(softmax_dtype, found, float64):
     def build():

@@ -85,6 +85,7 @@ def run(todo: list[str], meshes: list[str], keep) -> list[str]:
     threading.Thread(target=lambda: [*map(lines.put, process.stdout), lines.put(None)], daemon=True).start()
     threading.Thread(target=lambda: errors.extend(process.stderr), daemon=True).start()
     left, done, started, cause, peak, line = list(todo), [], time.time(), None, 0.0, ""
+    too_large = f"needs more than {FLAGS.gigabytes} GiB"
     while line is not None:
         try:
             line = lines.get(timeout=0.3)
@@ -99,18 +100,17 @@ def run(todo: list[str], meshes: list[str], keep) -> list[str]:
                 keep(result | {"gigabytes": round(peak, 1)})
         peak = max(peak, memory(process.pid))
         if cause is None and peak > FLAGS.gigabytes:
-            cause = f"needs more than {FLAGS.gigabytes} GiB"
+            cause = too_large
         if cause is None and time.time() - started > FLAGS.seconds:
             cause = f"takes longer than {FLAGS.seconds} s"
         if cause:
             process.kill()
     missing = [mesh for mesh in meshes if mesh not in done]
-    if process.wait() == 0:  # to the end, or to an error
+    crowded = cause == too_large and (done or len(left) < len(todo))  # what came before may have left it in memory
+    if process.wait() == 0 or crowded:  # to the end, to an error, or to be run alone
         return run(left[:1], missing, keep) + left[1:] if missing else left[1:]
     lost = [line for line in errors if "Check failed" in line or "Error" in line or "F0000" in line]
     cause = cause or f"the process ended with {process.returncode}: {(lost or errors or [''])[-1].strip()[:250]}"
-    if "more than" in cause and done:  # what the meshes before have left in memory is not this one's need
-        return run(left[:1], missing, keep) + left[1:]
     if missing:
         keep({"case": left[0], "mesh": missing[0], "ok": False, "cause": cause, "gigabytes": round(peak, 1)})
         if missing[1:] and "longer" not in cause:
