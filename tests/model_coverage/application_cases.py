@@ -12,7 +12,7 @@ SIZES = (32, 48, 64, 71, 75, 96, 128, 224, 331)
 # At 1e-3 the batch norms of four images, of one pixel in the last stages, make 1e-3 of one device's own rounding.
 RATE = 1e-5
 # At 32 by 32 the noise of one device is 1e-4 for B3 and S, the smallest of these, which says nothing; B3 has 9e-12 here.
-LARGER = {"EfficientNetV2B3": 64, "EfficientNetV2S": 64, "EfficientNetV2M": 64, "EfficientNetV2L": 64}
+LARGER = dict.fromkeys(("EfficientNetV2B3", "EfficientNetV2S", "EfficientNetV2M", "EfficientNetV2L"), 64)
 
 
 def names() -> list[str]:

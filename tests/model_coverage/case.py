@@ -22,6 +22,7 @@ from tfpar import model_graph
 
 BATCH, STEPS = 4, 3
 NUDGES = 3  # of which the largest difference is the noise: one may by chance meet nothing that grows
+TOO_NOISY = 1e-4  # a comparison with more noise says nothing
 TOLERANCE = {"float64": 1e-8, "float32 inside": 1e-6, "float32": 1e-6}
 NUDGE = {"float64": 1e-15, "float32 inside": 1e-7, "float32": 1e-7}  # a few units of rounding
 MESHES = ("data=2,model=2", "model=4")
@@ -194,7 +195,7 @@ def compare(case: Case, meshes: tuple[str, ...] = MESHES, layouts: str = "defaul
                     floors.append(difference(one, nudged)[0])
                 floor = max(floors)
                 result |= {"floor": floor, "ok": error <= 10 * floor, "where": where}
-                if floor > 1e-4:  # a comparison with it says nothing
+                if floor > TOO_NOISY:
                     result |= {"ok": None, "cause": f"one device's own noise is {floor:.0e}"}
                 elif not result["ok"]:
                     result["cause"] = f"wrong numbers: {where} is {error:.1e} off"
