@@ -81,11 +81,12 @@ def test_what_a_process_has_left_in_memory_is_not_the_need_of_the_next(names, me
     monkeypatch.setattr(run, "CHILD", CHILD)
     monkeypatch.setattr(run, "memory", memory)
     run.FLAGS(["run"])
-    left = run.run(names, meshes, kept.append)
+    left = names
+    while left:  # as main does: a process may be ended before it has said that it began with the next
+        left = run.run(left, meshes, kept.append)
     found = [(result["case"], result["mesh"], result["ok"]) for result in kept]
     assert found == [(name, mesh, True) for name in names for mesh in meshes]
     assert len(processes) == len(kept)
-    assert left == []
 
 
 @pytest.mark.parametrize(("softmax_dtype", "found"), [(None, False), ("float32", True)])
