@@ -25,7 +25,8 @@ of four such images, one pixel in the last stages, would grow one device's own r
 {larger} have images of 64 by 64: at 32 by 32 the noise of the first two is above {noisy:.0e}.
 
 {versions}, on logical CPU devices; GPU and TPU: not yet run. Sentences of failures are TensorFlow's or Keras' own, cut
-short. "float32": the model fails in float64 on one device; "float32 inside": its layers cast to float32 on the way, for a
+short. "float32": the model fails in float64 on one device, or in float64 needs more memory than the machine
+had, 24 GiB ({large}); "float32 inside": its layers cast to float32 on the way, for a
 softmax or a norm. There the largest difference is at most {single:.0e}.
 """
 TITLES = {
@@ -60,13 +61,13 @@ def cell(result: dict | None) -> str:
 
 def page(names: list[str], results: dict, versions: dict[str, str]) -> str:
     """The whole page: a line per class and a count per group."""
-    from model_coverage.application_cases import LARGER, RATE
+    from model_coverage.application_cases import LARGER, RATE, SINGLE
     from model_coverage.case import MESHES, NUDGE, NUDGES, TOLERANCE, TOO_NOISY, Case
 
     said = ", ".join(f"{name} {version}" for name, version in versions.items())
     numbers = {"double": TOLERANCE["float64"], "single": TOLERANCE["float32"], "slow": RATE, "rate": Case.rate}
     numbers |= {"nudge": NUDGE["float64"], "single_nudge": NUDGE["float32"], "nudges": NUDGES, "noisy": TOO_NOISY}
-    lines = [HEAD.format(versions=said, larger=", ".join(LARGER), **numbers)]
+    lines = [HEAD.format(versions=said, larger=", ".join(LARGER), large=", ".join(SINGLE), **numbers)]
     for group, title in TITLES.items():
         members = [name for name in names if name.startswith(group + "/")]
         lines += [f"## {title}", ""]
