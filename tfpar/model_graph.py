@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import compat
+from tfpar.compat import functions
 
 EXAMPLES = 2  # the batch that the graph is made for, unless the model's inputs have a size of their own
 LENGTHS = (16, 64, 224)  # tried for dims whose size is not known, such as the length of a sequence or the width of an image
@@ -59,7 +59,7 @@ def trace(
 
 
 def _trace(model: keras.Model, inputs: Any, forward: Callable[[Any], Any] | None, length: int, examples: int) -> ModelGraph:
-    graph = compat.FuncGraph("forward")  # other than a tf.Graph, it takes constants that were made outside of it
+    graph = functions.FuncGraph("forward")  # other than a tf.Graph, it takes constants that were made outside of it
     with graph.as_default():
         names, mapping = {}, []
         for variable in model.variables:

@@ -199,6 +199,16 @@ def gather_inputs(kind: str, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
     return [gathered(value, kind, dims[i]) if i in dims else value for i, value in enumerate(inputs)]
 
 
+def mesh_of(kind: str) -> dtensor.Mesh | None:
+    """The mesh that an operation must name in a step.
+
+    TensorFlow ends the process where the tensor that a RelayoutLike is like has no mesh yet when it looks for it: a
+    constant, or what is computed from other RelayoutLikes alone, which second gradients meet.
+    """
+    mesh = variables.step_mesh() if kind == "RelayoutLike" else None
+    return mesh and mesh.dtensor_mesh
+
+
 def gather_results(function: Callable) -> Callable:
     """The function that adds such an operation, its results gathered too: what uses them could otherwise make TensorFlow
     ask the operation for a shard.

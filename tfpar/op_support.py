@@ -193,7 +193,9 @@ def main() -> None:
 if __name__ == "__main__":
     main()  # the operations are routed already: tfpar imports this file
 else:
-    compat.before_operations(op_gathers.gather_inputs)
+    functions.before_operations(op_gathers.gather_inputs)
+    functions.place_operations(op_gathers.mesh_of)
+    functions.refuse_second_gradients(op_loops.second_gradient)
     functions.before_captures(_as_constant)
     for _operation in op_gathers.functions():
         compat.route(_operation, _in_steps(op_gathers.gather_results))

@@ -49,9 +49,6 @@ from tensorflow.python.eager import context as tf_context, record as tf_record, 
 
 # What reads the text of an error; see `shorten_errors`.
 from tensorflow.python.framework import error_interpolation
-
-# Where every operation of a function passes; see `before_operations`.
-from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.saved_model import save_context as tf_save_context
 from tensorflow.python.trackable.base import VARIABLE_VALUE_KEY as VARIABLE_VALUE_KEY, Trackable as Trackable
 
@@ -280,23 +277,6 @@ def route_keras(operation: str, wrapper: Callable[[Callable], Callable]) -> None
     module = getattr(keras_backend, name)
     original = getattr(module, operation)
     setattr(module, operation, functools.wraps(original)(wrapper(original)))
-
-
-def before_operations(change: Callable[[str, list[Any]], list[Any]]) -> None:
-    """Lets the inputs of an operation change before it is added to a function's graph, by whoever adds it.
-
-    The gradient functions of TensorFlow add operations that no Python function of `route` stands for.
-
-    Args:
-        change: takes the operation's type ("Conv2D") and its inputs, returns the inputs to use.
-    """
-    original = FuncGraph._create_op_internal
-
-    @functools.wraps(original)
-    def create(self, op_type, inputs, *args, **kwargs):
-        return original(self, op_type, change(op_type, inputs), *args, **kwargs)
-
-    FuncGraph._create_op_internal = create
 
 
 def unroll_recurrence(in_step: Callable[[], bool]) -> None:

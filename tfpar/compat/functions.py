@@ -1,4 +1,4 @@
-"""Parts of a traced function, which TensorFlow makes only for imported graphs."""
+"""Functions while they are traced, and parts of them, which TensorFlow makes only for imported graphs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from typing import Any
 import tensorflow as tf
 
 # The public `tf.compat.v1.wrap_function` traces anew and without the order of reads and assignments.
-from tensorflow.python.eager import wrap_function
+from tensorflow.python.eager import record as tf_record, wrap_function
 
-from tfpar.compat import FuncGraph
+# Where every operation of a function passes; see `before_operations`.
+from tensorflow.python.framework.func_graph import FuncGraph
+
+# Where every branch passes that two tapes record; see `refuse_second_gradients`.
+from tensorflow.python.ops import cond_v2, control_flow_util_v2, gradients_util
 
 
 def before_captures(change: Callable[[tf.Tensor], tf.Tensor]) -> None:
@@ -27,6 +31,71 @@ def before_captures(change: Callable[[tf.Tensor], tf.Tensor]) -> None:
         return original(self, change(tensor), *args, **kwargs)
 
     FuncGraph.capture = capture
+
+
+def before_operations(change: Callable[[str, list[Any]], list[Any]]) -> None:
+    """Lets the inputs of an operation change before it is added to a function's graph, by whoever adds it.
+
+    The gradient functions of TensorFlow add operations that no Python function of `compat.route` stands for.
+
+    Args:
+        change: takes the operation's type ("Conv2D") and its inputs, returns the inputs to use.
+    """
+    original = FuncGraph._create_op_internal
+
+    @functools.wraps(original)
+    def create(self, op_type, inputs, *args, **kwargs):
+        return original(self, op_type, change(op_type, inputs), *args, **kwargs)
+
+    FuncGraph._create_op_internal = create
+
+
+def place_operations(mesh_of: Callable[[str], Any]) -> None:
+    """Lets an operation that is added to a function's graph name its mesh; by default DTensor infers it from its neighbours.
+
+    Args:
+        mesh_of: takes the operation's type, returns a DTensor mesh or None.
+    """
+    original = FuncGraph._create_op_internal
+
+    @functools.wraps(original)
+    def create(self, op_type, *args, **kwargs):
+        operation = original(self, op_type, *args, **kwargs)
+        mesh = mesh_of(op_type)
+        if mesh is not None:
+            operation._set_attr("_mesh", tf.compat.v1.AttrValue(s=mesh.to_string().encode()))
+        return operation
+
+    FuncGraph._create_op_internal = create
+
+
+def refuse_second_gradients(error: Callable[[], Exception | None]) -> None:
+    """Lets `tf.cond` under more than one gradient tape run, and its gradient raise an error.
+
+    TensorFlow makes it a function of its own there, which hands its gradient optional values. DTensor ends the process
+    where it meets one that no `tf.cond` of the same function made.
+
+    Args:
+        error: what to raise, None to leave TensorFlow its way.
+    """
+    original = control_flow_util_v2.run_as_function_for_tape_gradients
+
+    @functools.wraps(original)
+    def run(make_operation, inputs):
+        twice = gradients_util.PossibleTapeGradientTypes(inputs) == gradients_util.POSSIBLE_GRADIENT_TYPES_HIGHER_ORDER
+        refusal = error() if twice and make_operation.__module__ == cond_v2.__name__ else None
+        if refusal is None:
+            return original(make_operation, inputs)
+
+        def refuse(*gradients):
+            raise refusal
+
+        with tf_record.stop_recording():
+            outputs = original(make_operation, inputs)
+        tf_record.record_operation("If", outputs, inputs, refuse)
+        return outputs
+
+    control_flow_util_v2.run_as_function_for_tape_gradients = run
 
 
 def prune(graph: Any, feeds: Sequence[tf.Tensor], fetches: Sequence[tf.Tensor | tf.Operation]) -> Any:
