@@ -42,7 +42,9 @@ def test_the_page_is_what_the_results_say():
 @pytest.mark.parametrize(
     ("mesh", "noise", "ok"),
     [
-        (1.1, [1.1], None),
+        (1.1, [1.1, 1.1], None),  # the second with the rows in order
+        (1 + 1e-6, [1.1, 1 + 1e-6], True),
+        (1.1, [1.1, 1.0, 1.0, 1.0], False),
         (1 + 1e-6, [1 + 1e-6], True),
         (1 + 1e-6, [1.0, 1.0, 1 + 1e-6], True),
         (1.1, [1.0, 1.0, 1.0], False),

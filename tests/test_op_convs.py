@@ -27,6 +27,11 @@ def grouped(strides, padding, window, groups, filters):
     return lambda x, k: keras.ops.conv(x, k, strides, padding.lower()), kernel(*window, 4 // groups, filters)
 
 
+def channels_first(groups, filters):
+    conv = lambda x, k: keras.ops.conv(keras.ops.moveaxis(x, -1, 1), k, 1, "valid", "channels_first")  # noqa: E731
+    return conv, kernel(3, 2, 4 // groups, filters)
+
+
 def average(window, strides, padding):
     return lambda x, k: tf.nn.avg_pool2d(x * k, window, strides, padding), np.ones(())
 
@@ -43,6 +48,7 @@ CASES = {
     "groups of one channel": grouped(1, "SAME", (3, 3), 4, 4),
     "groups of one channel, more filters": grouped(2, "SAME", (3, 3), 4, 8),
     "two groups": grouped(1, "VALID", (2, 2), 2, 4),
+    "groups, channels first": channels_first(4, 8),
     "average": average((2, 2), 2, "VALID"),
     "average with overlap": average((3, 2), 1, "SAME"),
     "average, strided": average((3, 3), 2, "SAME"),

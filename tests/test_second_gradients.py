@@ -10,8 +10,6 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-import tfpar
-
 RNG = np.random.RandomState(0)
 IMAGE, ROWS = (6, 6, 4), (6, 4)
 TARGETS = RNG.randn(16, 2)
@@ -41,26 +39,6 @@ class SelfAttention(layers.Layer):
         return self.attention(x, x)
 
 
-class Branch(layers.Layer):
-    """A choice between two results; `between` is what it does with the chosen one."""
-
-    def __init__(self, choose, between=lambda chosen: chosen):
-        super().__init__()
-        self.choose, self.between = choose, between
-
-    def build(self, shape):
-        self.gain = self.add_weight(shape=(shape[-1],), initializer="ones", name="gain")
-
-    def call(self, x):
-        positive = tf.reduce_sum(self.gain) > 0
-        chosen = self.choose(positive, lambda: tf.sin(x) * self.gain, lambda: x / self.gain)
-        return x * self.gain + self.between(chosen)
-
-
-def either(condition, one, other):
-    return tf.switch_case(tf.cast(condition, tf.int32), [other, one])
-
-
 CASES = {
     "conv": (IMAGE, lambda: [layers.Conv2D(4, 3, padding="same", activation="tanh")]),
     "conv, strided": (IMAGE, lambda: [layers.Conv2D(4, 3, strides=2), layers.LeakyReLU(), layers.Conv2D(4, 2)]),
@@ -77,7 +55,6 @@ CASES = {
     "layer norm": (ROWS, lambda: [layers.Dense(8, name="up"), layers.LayerNormalization(), layers.Dense(4, "gelu")]),
     "recurrence": (ROWS, lambda: [layers.LSTM(4)]),
     "attention": (ROWS, lambda: [SelfAttention()]),
-    "branch without gradient": (ROWS, lambda: [Branch(tf.cond, tf.stop_gradient), layers.Dense(4, activation="tanh")]),
 }
 
 
@@ -104,11 +81,3 @@ def test_penalty_on_other_meshes(float64, mesh):
     names = ("conv", "depthwise", "average", "maximum")
     make = lambda: [layer for name in names for layer in CASES[name][1]()]  # noqa: E731
     parity.assert_parity(network((12, 12, 4), make), fit((12, 12, 4)), mesh)
-
-
-@pytest.mark.parametrize("choose", [tf.cond, either], ids=["cond", "switch_case"])
-def test_second_gradient_of_a_branch_is_an_error(choose):
-    with tfpar.HybridStrategy("data=4").scope():
-        model = network(ROWS, lambda: [Branch(choose)])()
-    with pytest.raises(NotImplementedError, match="choose with tf.where"):
-        fit(ROWS)(model)

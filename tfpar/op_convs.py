@@ -19,7 +19,7 @@ from tfpar import variables
 
 def keras_conv(conv: Callable) -> Callable:
     """Keras compiles convolutions of groups with XLA, in a function of its own. A step cannot, and the inside of a function
-    has layouts of its own: what it gives back would be gathered.
+    has layouts of its own: what it gives back would be gathered. Channels go last, without XLA there is no other gradient.
     """
 
     def in_the_step(inputs, kernel, strides=1, padding="valid", data_format=None, dilation_rate=1):
@@ -27,9 +27,10 @@ def keras_conv(conv: Callable) -> Callable:
         inputs = tf.convert_to_tensor(inputs)
         if inputs.shape[1 if first else -1] == kernel.shape[-2]:
             return conv(inputs, kernel, strides, padding, data_format, dilation_rate)
-        dims = "DHW"[5 - inputs.shape.rank :]
-        named = f"NC{dims}" if first else f"N{dims}C"
-        return tf.nn.convolution(inputs, kernel, strides, padding.upper(), data_format=named, dilations=dilation_rate)
+        images = keras.ops.moveaxis(inputs, 1, -1) if first else inputs
+        named = f"N{'DHW'[5 - images.shape.rank :]}C"
+        result = tf.nn.convolution(images, kernel, strides, padding.upper(), data_format=named, dilations=dilation_rate)
+        return keras.ops.moveaxis(result, -1, 1) if first else result
 
     return in_the_step
 
@@ -44,8 +45,8 @@ def grouped_conv(conv: Callable) -> Callable:
     def by_group(input, filter, strides, padding, *args, data_format="NHWC", name=None, **kwargs):
         input, filter = tf.convert_to_tensor(input), tf.convert_to_tensor(filter)
         channels = input.shape.rank - 1 if data_format.endswith("C") else 1
-        width = filter.shape[-2]
-        groups = input.shape[channels] // width
+        width, known = filter.shape[-2], input.shape[channels]
+        groups = known // width if known else 1  # not known where TensorFlow maps a function over rows (pfor)
         kwargs["data_format"] = data_format
         if groups == 1:
             return conv(input, filter, strides, padding, *args, name=name, **kwargs)

@@ -1,7 +1,7 @@
-"""Loops over a dim of a tensor in a step, unrolled or all rows at once, and branches.
+"""Loops over a dim of a tensor in a step: unrolled, or all rows at once.
 
-TensorFlow keeps the rows of such a loop in a TensorList, whose gradient DTensor gives a wrong shape. Most functions here
-take the original and return what takes its place; where the number of rows is not known they call the original.
+TensorFlow keeps the rows of such a loop in a TensorList, whose gradient DTensor gives a wrong shape. Each function here
+takes the original and returns what takes its place; where the number of rows is not known it calls the original.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-
-from tfpar import variables
 
 
 def _rows(values: Any) -> list[Any] | None:
@@ -129,14 +127,3 @@ def switch_case(original: Callable) -> Callable:
 
 def _either(condition: tf.Tensor, one: Callable, other: Callable) -> Callable:
     return lambda: tf.cond(condition, one, other)
-
-
-def second_gradient() -> NotImplementedError | None:
-    """What the gradient of a branch under two gradient tapes raises in a step, None elsewhere."""
-    if variables.step_owner() is None:
-        return None
-    return NotImplementedError(
-        "The gradient of tf.cond, tf.case or tf.switch_case under two gradient tapes in a step on a mesh would end the "
-        "process inside TensorFlow. Compute both results and choose with tf.where, or keep the gradient out with "
-        "tf.stop_gradient."
-    )

@@ -195,7 +195,7 @@ if __name__ == "__main__":
 else:
     functions.before_operations(op_gathers.gather_inputs)
     functions.place_operations(op_gathers.mesh_of)
-    functions.refuse_second_gradients(op_loops.second_gradient)
+    functions.forgo_optionals(lambda: variables.step_owner() is not None)
     functions.before_captures(_as_constant)
     for _operation in op_gathers.functions():
         compat.route(_operation, _in_steps(op_gathers.gather_results))

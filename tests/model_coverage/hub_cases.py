@@ -9,10 +9,11 @@ from typing import Any
 import keras
 import keras_hub
 
-from model_coverage.case import Case, NotComparable, random_inputs
+from model_coverage.case import SMALL_RATE, Case, NotComparable, random_inputs
 from model_coverage.hub_composed import COMPOSED, READY
 from model_coverage.hub_sizes import BELOW, LENGTH, LENGTHS, OPTIONAL, OWN, SIZES
 
+SMALL_STEPS = ("Gemma3nBackbone", "SAM3PromptableConceptBackbone", "StableDiffusion3Backbone")
 ABSTRACT = {"Backbone", "FeaturePyramidBackbone"}
 TASKS = ("TextClassifier", "ImageClassifier", "CausalLM", "Seq2SeqLM", "MaskedLM", "ImageSegmenter", "ImageToImage")
 
@@ -92,4 +93,5 @@ def inputs(name: str, model: keras.Model) -> Any:
 
 def case(name: str) -> Case:
     """The case of a backbone."""
-    return Case(lambda: build(name), lambda model: inputs(name, model))
+    rate = SMALL_RATE if name in SMALL_STEPS else Case.rate
+    return Case(lambda: build(name), lambda model: inputs(name, model), rate=rate)

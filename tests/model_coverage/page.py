@@ -14,14 +14,17 @@ A case trains three steps of Adam on batches of 4, without dropout, on one devic
 weight and every loss. "ok" is the largest difference, at most {double:.0e} in float64; that of a loss above 1 is relative.
 Where it is larger, the number behind "noise" is the difference that one device gives with the rows of each batch reversed
 and every weight changed by up to {nudge:.0e} of itself ({single_nudge:.0e} in float32), which is rounding; the mesh is
-within ten times that, or ten times the largest of {nudges} such differences. Noise above {noisy:.0e} can hide anything and
-is no comparison. "2 of 6 split" counts the weights that the axis `model` splits by the layouts that a `HybridStrategy` has
-when it is told none; the rest is replicated. Everything else is a line with its cause.
+within ten times that, or ten times the largest of {nudges} such differences. Where it is above {noisy:.0e} with the rows
+reversed, it is that with the rows in order: a model that draws a number per row is another one with its rows reversed.
+Noise above {noisy:.0e} can hide anything and is no comparison. "2 of 6 split" counts the weights that the axis `model`
+splits by the layouts that a `HybridStrategy` has when it is told none; the rest is replicated. Everything else is a line
+with its cause.
 
 A layer stands between two `Dense` layers. A backbone has the tiny sizes of
 [hub_sizes.py](../tests/model_coverage/hub_sizes.py) and its task's head if it has one. A model of `keras.applications` has
 the smallest images that it takes and four classes, and a learning rate of {slow:.0e} instead of {rate:.0e}: the batch norms
 of four such images, one pixel in the last stages, would grow one device's own rounding to the size of a step.
+{small} have that rate too, for the same reason.
 {larger} have images of 64 by 64: at 32 by 32 the noise of the first two is above {noisy:.0e}.
 
 {versions}, on logical CPU devices; GPU and TPU: not yet run. Sentences of failures are TensorFlow's or Keras' own, cut
@@ -61,13 +64,15 @@ def cell(result: dict | None) -> str:
 
 def page(names: list[str], results: dict, versions: dict[str, str]) -> str:
     """The whole page: a line per class and a count per group."""
-    from model_coverage.application_cases import LARGER, RATE, SINGLE
-    from model_coverage.case import MESHES, NUDGE, NUDGES, TOLERANCE, TOO_NOISY, Case
+    from model_coverage.application_cases import LARGER, SINGLE
+    from model_coverage.case import MESHES, NUDGE, NUDGES, SMALL_RATE, TOLERANCE, TOO_NOISY, Case
+    from model_coverage.hub_cases import SMALL_STEPS
 
     said = ", ".join(f"{name} {version}" for name, version in versions.items())
-    numbers = {"double": TOLERANCE["float64"], "single": TOLERANCE["float32"], "slow": RATE, "rate": Case.rate}
+    numbers = {"double": TOLERANCE["float64"], "single": TOLERANCE["float32"], "slow": SMALL_RATE, "rate": Case.rate}
     numbers |= {"nudge": NUDGE["float64"], "single_nudge": NUDGE["float32"], "nudges": NUDGES, "noisy": TOO_NOISY}
-    lines = [HEAD.format(versions=said, larger=", ".join(LARGER), large=", ".join(SINGLE), **numbers)]
+    classes = {"larger": ", ".join(LARGER), "large": ", ".join(SINGLE), "small": ", ".join(SMALL_STEPS)}
+    lines = [HEAD.format(versions=said, **classes, **numbers)]
     for group, title in TITLES.items():
         members = [name for name in names if name.startswith(group + "/")]
         lines += [f"## {title}", ""]

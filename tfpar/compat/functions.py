@@ -9,13 +9,10 @@ from typing import Any
 import tensorflow as tf
 
 # The public `tf.compat.v1.wrap_function` traces anew and without the order of reads and assignments.
-from tensorflow.python.eager import record as tf_record, wrap_function
+from tensorflow.python.eager import context as tf_context, wrap_function
 
 # Where every operation of a function passes; see `before_operations`.
 from tensorflow.python.framework.func_graph import FuncGraph
-
-# Where every branch passes that two tapes record; see `refuse_second_gradients`.
-from tensorflow.python.ops import cond_v2, control_flow_util_v2, gradients_util
 
 
 def before_captures(change: Callable[[tf.Tensor], tf.Tensor]) -> None:
@@ -69,33 +66,14 @@ def place_operations(mesh_of: Callable[[str], Any]) -> None:
     FuncGraph._create_op_internal = create
 
 
-def refuse_second_gradients(error: Callable[[], Exception | None]) -> None:
-    """Lets `tf.cond` under more than one gradient tape run, and its gradient raise an error.
+def forgo_optionals(in_step: Callable[[], bool]) -> None:
+    """Lets the gradients of `tf.cond` and `tf.switch_case` in a step take what they need as tensors, not as optional values.
 
-    TensorFlow makes it a function of its own there, which hands its gradient optional values. DTensor ends the process
-    where it meets one that no `tf.cond` of the same function made.
-
-    Args:
-        error: what to raise, None to leave TensorFlow its way.
+    DTensor ends the process at an optional value of a branch that reads a variable, and at those of a second gradient.
+    TensorFlow itself has a way without them, for XLA: what the other branch would have computed is an empty tensor.
     """
-    original = control_flow_util_v2.run_as_function_for_tape_gradients
-
-    @functools.wraps(original)
-    def run(make_operation, inputs):
-        twice = gradients_util.PossibleTapeGradientTypes(inputs) == gradients_util.POSSIBLE_GRADIENT_TYPES_HIGHER_ORDER
-        refusal = error() if twice and make_operation.__module__ == cond_v2.__name__ else None
-        if refusal is None:
-            return original(make_operation, inputs)
-
-        def refuse(*gradients):
-            raise refusal
-
-        with tf_record.stop_recording():
-            outputs = original(make_operation, inputs)
-        tf_record.record_operation("If", outputs, inputs, refuse)
-        return outputs
-
-    control_flow_util_v2.run_as_function_for_tape_gradients = run
+    original = tf_context.optionals_in_gradients_enabled
+    tf_context.optionals_in_gradients_enabled = lambda: original() and not in_step()
 
 
 def prune(graph: Any, feeds: Sequence[tf.Tensor], fetches: Sequence[tf.Tensor | tf.Operation]) -> Any:
