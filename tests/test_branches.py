@@ -8,6 +8,8 @@ import tensorflow as tf
 from keras import layers
 from test_second_gradients import Penalized
 
+import tfpar
+
 RNG = np.random.RandomState(0)
 X, Y = RNG.randn(16, 6, 4), RNG.randn(16, 2)
 RULES = {r".*branches.*/wide": (None, "model"), r".*branches.*/narrow": ("model", None)}
@@ -61,3 +63,15 @@ def test_branches(float64, base, choice):
 
     fit = lambda model: model.fit(X, Y, batch_size=8, epochs=3, shuffle=False, verbose=0)  # noqa: E731
     parity.assert_parity(build, fit, layouts=RULES)
+
+
+def test_loop_in_a_branch_is_an_error():
+    def choose(turn, x, one, other):
+        looped = lambda: tf.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, tf.sin(y)), (0, one()))[1]  # noqa: E731
+        return tf.cond(turn % 2 == 0, looped, other)
+
+    with tfpar.HybridStrategy("data=4").scope():
+        model = parity.compiled(keras.Sequential([keras.Input((6, 4)), Branches(choose), layers.Flatten(), layers.Dense(2)]))
+    with pytest.raises(NotImplementedError, match="Put the branch into the loop"):
+        model.fit(X, Y, batch_size=8, verbose=0)
+    model.predict(X, verbose=0)  # without a gradient it runs

@@ -1,7 +1,8 @@
 """Loops over a dim of a tensor in a step: unrolled, or all rows at once.
 
 TensorFlow keeps the rows of such a loop in a TensorList, whose gradient DTensor gives a wrong shape. Each function here
-takes the original and returns what takes its place; where the number of rows is not known it calls the original.
+takes the original and returns what takes its place; where the number of rows is not known it calls the original. A loop in a
+branch is refused where it has a gradient.
 """
 
 from __future__ import annotations
@@ -127,3 +128,17 @@ def switch_case(original: Callable) -> Callable:
 
 def _either(condition: tf.Tensor, one: Callable, other: Callable) -> Callable:
     return lambda: tf.cond(condition, one, other)
+
+
+def branch_values(original: Callable) -> Callable:
+    """What stands for the values that a branch keeps for its gradient in the others; of a loop they are TensorLists."""
+
+    def fake(dtype, shape, name=None):
+        if dtype == tf.variant:
+            raise NotImplementedError(
+                "The gradient of a loop in a branch (tf.while_loop in tf.cond or tf.switch_case) in a step on a mesh would "
+                "end the process inside TensorFlow. Put the branch into the loop, or write the loop in Python."
+            )
+        return original(dtype, shape, name)
+
+    return fake
