@@ -192,6 +192,7 @@ def _while(x):
 LOOPS = {
     "while_loop": (_while, (c.X,)),
     "cond": (lambda x: tf.cond(tf.reduce_sum(x) > 0, lambda: x * 2, lambda: x - 1), (c.X,)),
+    "cond of products": (lambda x: tf.cond(tf.reduce_sum(x) > 0, lambda: tf.sin(x) * x, lambda: x * x), (c.X,)),
     "switch_case": (lambda x: tf.switch_case(tf.cast(tf.reduce_sum(x) > 0, "int32"), [lambda: x * 2, lambda: x]), (c.X,)),
     "keras cond": (lambda x: keras.ops.cond(keras.ops.any(x > 0), lambda: x * 2, lambda: x), (c.X,)),
     "map_fn": (lambda x: tf.map_fn(lambda row: tf.reduce_sum(row**2), x), (c.X,)),
