@@ -1,4 +1,4 @@
-"""Branches in a step: a weight that only one of them reads, and gradients of both orders through the one that is taken."""
+"""Branches and loops in a step: a weight that only one branch reads, gradients of both orders, results that are split."""
 
 import keras
 import numpy as np
@@ -6,9 +6,11 @@ import parity
 import pytest
 import tensorflow as tf
 from keras import layers
+from tensorflow.experimental import dtensor
 from test_second_gradients import Penalized
 
 import tfpar
+from tfpar import transfer
 
 RNG = np.random.RandomState(0)
 X, Y = RNG.randn(16, 6, 4), RNG.randn(16, 2)
@@ -75,3 +77,22 @@ def test_loop_in_a_branch_is_an_error():
     with pytest.raises(NotImplementedError, match="Put the branch into the loop"):
         model.fit(X, Y, batch_size=8, verbose=0)
     model.predict(X, verbose=0)  # without a gradient it runs
+
+
+@pytest.mark.parametrize("asked", [("data", "model"), ("model", "data")])
+def test_what_follows_a_loop_may_be_split(asked):
+    strategy = tfpar.HybridStrategy("data=2,model=2")
+    layout = strategy.mesh.layout(asked)
+
+    def step(x, split=lambda y: dtensor.relayout(y, layout)):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = split(tf.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, tf.sin(y) + x), (0, x))[1])
+            total = tf.reduce_sum(y**3)
+        return total, tape.gradient(total, x)
+
+    rows = RNG.randn(8, 4)
+    split = transfer.to_mesh(rows, strategy.mesh.layout(["data", None]))
+    total, gradient = strategy.run(tf.function(step), args=(split,))
+    one = step(tf.constant(rows), lambda y: y)
+    parity.assert_close(one, [strategy.gather(total, 0), strategy.gather(gradient, 0)])

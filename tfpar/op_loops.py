@@ -12,6 +12,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfpar import variables
+from tfpar.compat import functions
 
 
 def _rows(values: Any) -> list[Any] | None:
@@ -128,6 +132,30 @@ def switch_case(original: Callable) -> Callable:
 
 def _either(condition: tf.Tensor, one: Callable, other: Callable) -> Callable:
     return lambda: tf.cond(condition, one, other)
+
+
+def while_loop(original: Callable) -> Callable:
+    """`tf.while_loop`: where it has a gradient its results are whole, as what it keeps is. TensorFlow ends the process where
+    what follows asks such a loop for a shard.
+    """
+
+    def looped(*args, **kwargs):
+        return tf.nest.map_structure(_whole_if_recorded, original(*args, **kwargs))
+
+    return looped
+
+
+def _whole_if_recorded(value: Any) -> Any:
+    is_array = isinstance(value, tf.Tensor) and value.shape.rank and value.dtype.is_floating
+    return _whole(value) if is_array and functions.is_recorded(value) else value
+
+
+@tf.custom_gradient
+def _whole(value: tf.Tensor):
+    """The tensor, whole, and its gradient too: a RelayoutLike would ask for a layout itself."""
+    layout = variables.step_mesh().layout([None] * value.shape.rank)
+    whole = tf.identity(dtensor.relayout(value, layout))  # where a relayout follows, two cannot be neighbours
+    return whole, lambda gradient: dtensor.relayout(tf.identity(gradient), layout)
 
 
 def branch_values(original: Callable) -> Callable:

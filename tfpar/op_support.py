@@ -142,6 +142,7 @@ WRONG = {
     "foldr_v2 as foldr": op_loops.fold(reverse=True),
     "scan_v2 as scan": op_loops.scan,
     "switch_case": op_loops.switch_case,
+    "while_loop_v2 as while_loop": op_loops.while_loop,
     "fake_param": op_loops.branch_values,
 }
 KERAS = {

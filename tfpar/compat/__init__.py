@@ -55,7 +55,7 @@ from tensorflow.python.trackable.base import VARIABLE_VALUE_KEY as VARIABLE_VALU
 # Where every Python call and every gradient of an operation passes; see `route`.
 _MODULES = """
 gen_array_ops gen_image_ops gen_linalg_ops gen_math_ops gen_nn_ops gen_spectral_ops array_ops bincount_ops
-control_flow_switch_case functional_ops gen_functional_ops map_fn linalg.linalg_impl signal.fft_ops
+control_flow_switch_case functional_ops gen_functional_ops map_fn while_loop linalg.linalg_impl signal.fft_ops
 """
 _OPERATIONS = [importlib.import_module(f"tensorflow.python.ops.{name}") for name in _MODULES.split()]
 TensorFlowTrainer = next(c for c in keras.Model.__mro__ if c.__name__ == "TensorFlowTrainer")

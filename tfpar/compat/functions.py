@@ -14,6 +14,9 @@ from tensorflow.python.eager import context as tf_context, wrap_function
 # Where every operation of a function passes; see `before_operations`.
 from tensorflow.python.framework.func_graph import FuncGraph
 
+# What the tapes follow; see `is_recorded`.
+from tensorflow.python.ops import gradients_util
+
 
 def before_captures(change: Callable[[tf.Tensor], tf.Tensor]) -> None:
     """Lets a tensor from outside of a function change before the function's graph takes it in.
@@ -74,6 +77,11 @@ def forgo_optionals(in_step: Callable[[], bool]) -> None:
     """
     original = tf_context.optionals_in_gradients_enabled
     tf_context.optionals_in_gradients_enabled = lambda: original() and not in_step()
+
+
+def is_recorded(tensor: tf.Tensor) -> bool:
+    """Whether a gradient tape follows a tensor."""
+    return gradients_util.PossibleTapeGradientTypes([tensor]) != gradients_util.POSSIBLE_GRADIENT_TYPES_NONE
 
 
 def prune(graph: Any, feeds: Sequence[tf.Tensor], fetches: Sequence[tf.Tensor | tf.Operation]) -> Any:
