@@ -181,7 +181,8 @@ def compare(case: Case, meshes: tuple[str, ...] = MESHES, layouts: str = "defaul
     chosen = {} if layouts == "default" else {"layouts": columns}
     rows = np.arange(BATCH * STEPS)
     reversed_rows = rows.reshape(STEPS, BATCH)[:, ::-1].reshape(-1)
-    start, floors = time.time(), {"reversed": [], "in order": []}
+    # a model that draws a number per row, or mixes rows, is another one with its rows reversed
+    start, noises = time.time(), ((reversed_rows, []), (rows, []))
     try:
         one, precision = on_one_device(case, rows)
     except Exception as error:
@@ -199,9 +200,7 @@ def compare(case: Case, meshes: tuple[str, ...] = MESHES, layouts: str = "defaul
             result = {"mesh": mesh, "ok": error <= TOLERANCE[precision], "error": error}
             result |= {"split": many[2], "weights": len(many[0])}
             if not result["ok"]:
-                # a model that draws a number per row, or mixes rows, is another one with its rows reversed
-                for kind, order in (("reversed", reversed_rows), ("in order", rows)):
-                    noise = floors[kind]
+                for order, noise in noises:
                     while error > 10 * max(noise, default=0.0) and len(noise) < NUDGES:
                         nudged = train(case, None, order, NUDGE[precision], seed=len(noise))
                         noise.append(difference(one, nudged)[0])
